@@ -64,7 +64,11 @@ HABITS = {
 }
 TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 # From Python 3.12 on an f-string is several tokens; its beginning and its texts count.
-TOKENS |= {getattr(tokenize, name) for name in ("FSTRING_START", "FSTRING_MIDDLE") if hasattr(tokenize, name)}
+TOKENS |= {
+    getattr(tokenize, name)
+    for name in ("FSTRING_START", "FSTRING_MIDDLE")
+    if hasattr(tokenize, name)
+}
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 ROOMS = tuple(BUDGETS)
@@ -95,7 +99,11 @@ def imports_of(module: str, *, of_types: bool = True) -> frozenset[str]:
 
 def _nodes(tree: ast.AST, *, of_types: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not of_types:
+        if (
+            isinstance(child, ast.If)
+            and ast.unparse(child.test) == "TYPE_CHECKING"
+            and not of_types
+        ):
             continue
         yield child
         yield from _nodes(child, of_types=of_types)
@@ -173,7 +181,9 @@ def habits_of(node: ast.AST) -> Iterator[str]:
     ):
         yield "tuple assignment of a display"
     if isinstance(node, COMPREHENSIONS):
-        has_inner = any(isinstance(child, COMPREHENSIONS) for child in ast.walk(node) if child is not node)
+        has_inner = any(
+            isinstance(child, COMPREHENSIONS) for child in ast.walk(node) if child is not node
+        )
         if has_inner or len(node.generators) > 1:
             yield "comprehension inside another, or with two loops"
     if isinstance(node, ast.Lambda) and "__setitem__" in ast.unparse(node):

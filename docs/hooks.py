@@ -99,7 +99,9 @@ def repository_path(source: str, target: str) -> str | None:
 
 def on_post_page(output: str, *, page: Any, config: Any) -> str:
     """Refuse a page that fetches something when it is read."""
-    fetched = re.search(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="?https?://[^"> ]*', output)
+    fetched = re.search(
+        r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="?https?://[^"> ]*', output
+    )
     if fetched is not None:
         raise PluginError(f"{page.file.src_uri} needs the network: {fetched[0]}")
     return output

@@ -76,7 +76,14 @@ class Canvas:
         self.axes.axis("off")
 
     def box(
-        self, x: float, y: float, width: float, height: float, kind: str, title: str = "", lines: str = ""
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        kind: str,
+        title: str = "",
+        lines: str = "",
     ) -> None:
         """A rounded box with a bold title and smaller lines, centred."""
         fill, edge = self.palette.boxes[kind]
@@ -90,14 +97,18 @@ class Canvas:
         middle = y + height / 2
         self.text(x + width / 2, middle + 0.85 * count, title, weight="bold")
         if lines:
-            self.text(x + width / 2, middle - 1.1 + 0.1 * count, lines, size=8.5, color=self.palette.soft)
+            self.text(
+                x + width / 2, middle - 1.1 + 0.1 * count, lines, size=8.5, color=self.palette.soft
+            )
 
     def text(self, x: float, y: float, text: str, *, size: float = 10, **style: str) -> None:
         """Text centred at a point; ``ha`` aligns it otherwise."""
         style = {"ha": "center", "va": "center", "color": self.palette.text, **style}
         self.axes.text(x, y, text, fontsize=size, linespacing=1.35, **style)  # type: ignore[arg-type]
 
-    def arrow(self, start: tuple[float, float], end: tuple[float, float], *, dashed: bool = False) -> None:
+    def arrow(
+        self, start: tuple[float, float], end: tuple[float, float], *, dashed: bool = False
+    ) -> None:
         """An arrow between two points."""
         self.axes.add_patch(
             FancyArrowPatch(
@@ -117,7 +128,15 @@ class Canvas:
 def flow(palette: Palette) -> Figure:
     """From the command line to tables: README and architecture."""
     c = Canvas(100, 43, palette)
-    c.box(1, 25, 15, 12, "plain", "overrides", "model=llama3_8b\nparallelism=fsdp_tp_pp\nprecision=bf16")
+    c.box(
+        1,
+        25,
+        15,
+        12,
+        "plain",
+        "overrides",
+        "model=llama3_8b\nparallelism=fsdp_tp_pp\nprecision=bf16",
+    )
     c.box(21, 25, 15, 12, "blue", "Job", "typed, checked,\nhashed;\nno torch so far")
     c.box(41, 22, 27, 18, "green")
     c.text(54.5, 38, "8 ranks on a mesh", weight="bold")
@@ -137,7 +156,9 @@ def flow(palette: Palette) -> Figure:
     c.text(18.5, 32.6, "compose", size=7, color=palette.soft)
     c.text(38.5, 32.6, "start", size=8, color=palette.soft)
     c.text(70.5, 32.6, "write", size=8, color=palette.soft)
-    c.text(54.5, 20.6, "rows: dp_shard (FSDP)   columns: tp   blocks: pp", size=8.5, color=palette.soft)
+    c.text(
+        54.5, 20.6, "rows: dp_shard (FSDP)   columns: tp   blocks: pp", size=8.5, color=palette.soft
+    )
     below = (
         (3, "plan", "memory, time, MFU;\nseconds, no GPU"),
         (21, "rehearse", "the CUDA code on\na virtual GPU"),
@@ -148,21 +169,43 @@ def flow(palette: Palette) -> Figure:
     c.arrow((25, 25), (13, 13.8), dashed=True)
     c.arrow((28.5, 25), (28.5, 13.8), dashed=True)
     c.arrow((32, 25), (44, 13.8), dashed=True)
-    c.text(57, 8.7, "the same job, checked before it costs anything", size=9, ha="left", color=palette.soft)
+    c.text(
+        57,
+        8.7,
+        "the same job, checked before it costs anything",
+        size=9,
+        ha="left",
+        color=palette.soft,
+    )
     return c.figure
 
 
 def mesh(palette: Palette) -> Figure:
     """What each rank of fsdp_tp_pp holds: how-to on parallelism."""
     c = Canvas(100, 50, palette)
-    c.text(2, 47.5, "parallelism=fsdp_tp_pp: pp 2 x dp_shard 2 x tp 2 = 8 ranks", ha="left", weight="bold")
-    for stage, (layers, extra) in enumerate((("layers 0-2", "embedding"), ("layers 3-5", "norm, head"))):
+    c.text(
+        2,
+        47.5,
+        "parallelism=fsdp_tp_pp: pp 2 x dp_shard 2 x tp 2 = 8 ranks",
+        ha="left",
+        weight="bold",
+    )
+    for stage, (layers, extra) in enumerate(
+        (("layers 0-2", "embedding"), ("layers 3-5", "norm, head"))
+    ):
         left = 2 + 51 * stage
         c.box(left, 4, 45, 40, "plain")
         c.text(left + 22.5, 41.5, f"pipeline stage {stage}: {layers}, {extra}", weight="bold")
         for shard in range(2):
             y = 24 - 17 * shard
-            c.text(left + 3, y + 6.5, f"dp_shard {shard}", size=9, rotation="vertical", color=palette.soft)
+            c.text(
+                left + 3,
+                y + 6.5,
+                f"dp_shard {shard}",
+                size=9,
+                rotation="vertical",
+                color=palette.soft,
+            )
             for slice_ in range(2):
                 rank = stage * 4 + shard * 2 + slice_
                 x = left + 5.5 + 19.5 * slice_
@@ -197,7 +240,13 @@ def floors(palette: Palette) -> Figure:
     c = Canvas(100, 71, palette)
     util, config, *of_all, train, compose, launch, tools, contrib = rooms()
     c.box(1, 58.5, 98, 11.5, "plain")
-    c.text(3, 68, "On top: looks at jobs and runs, adds kinds; the core names none of it", ha="left", size=9)
+    c.text(
+        3,
+        68,
+        "On top: looks at jobs and runs, adds kinds; the core names none of it",
+        ha="left",
+        size=9,
+    )
     c.box(3, 60, 63, 6.3, "purple", tools, "plan  rehearse  parity  report  study  inference ...")
     c.box(68, 60, 29, 6.3, "purple", contrib, "flux  formats")
     c.box(1, 1, 98, 56, "plain")
@@ -246,7 +295,9 @@ PICTURES = {"flow": flow, "mesh": mesh, "floors": floors, "plan": plan}
 
 def main() -> None:
     """Write every picture in both colour schemes."""
-    plt.rcParams.update({"svg.hashsalt": "harness", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
+    plt.rcParams.update(
+        {"svg.hashsalt": "harness", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+    )
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         for scheme, palette in (("light", LIGHT), ("dark", DARK)):
@@ -254,7 +305,9 @@ def main() -> None:
             path = FOLDER / f"{name}-{scheme}.svg"
             figure.savefig(path, transparent=True, metadata={"Date": None})
             plt.close(figure)
-            path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+            path.write_text(
+                "\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def code(text: str) -> str:
     """Text as code in a cell of a table, where a pipe would end the cell."""
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+    return (
+        f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+    )
 
 
 def plain(text: str | None) -> str:
@@ -187,7 +189,10 @@ def verbs_page() -> str:
         "job take all of its [fields](fields.md) and [options](options.md). Every verb has `--help` and\n"
         "`--version`. With `--json`, standard output is one JSON object; progress goes to standard error.\n\n"
         "## Exit codes\n\n"
-        + table(("code", "meaning"), [[str(getattr(errors, code)), EXIT_CODES[code]] for code in general])
+        + table(
+            ("code", "meaning"),
+            [[str(getattr(errors, code)), EXIT_CODES[code]] for code in general],
+        )
         + "\nThe class of a failure is `error.kind` of [result.json](columns.md#resultjson);\n"
         "[failures](failures.md) lists them.\n\n## Flags of verbs that take a job\n\n"
         + table(("flag", "meaning"), argument_rows(JOB_FLAGS))
@@ -201,14 +206,18 @@ def verbs_page() -> str:
 def purpose(verb: Verb) -> str:
     """The documentation of a verb, with commands as code."""
     return "\n\n".join(
-        f"```text\n{inspect.cleandoc(paragraph)}\n```" if paragraph.startswith("    ") else plain(paragraph)
+        f"```text\n{inspect.cleandoc(paragraph)}\n```"
+        if paragraph.startswith("    ")
+        else plain(paragraph)
         for paragraph in verb.help.strip().split("\n\n")
     )
 
 
 def own_exit_codes(module: Any) -> str:
     """Exit codes that only this verb has."""
-    names = [name for name in vars(module) if name.startswith("EXIT_") and not hasattr(errors, name)]
+    names = [
+        name for name in vars(module) if name.startswith("EXIT_") and not hasattr(errors, name)
+    ]
     return "".join(f"\nExit code {getattr(module, name)}: {EXIT_CODES[name]}\n" for name in names)
 
 
@@ -218,7 +227,9 @@ def arguments_of(verb: Verb, name: str) -> Iterator[str]:
         yield from arguments_of(part, f"{name} {part.name}")
     own = [*verb.arguments, *([JSON] if verb.has_json else [])]
     if verb.name != name:
-        positional = " ".join(shown_argument(each) for each in own if not each.names[0].startswith("-"))
+        positional = " ".join(
+            shown_argument(each) for each in own if not each.names[0].startswith("-")
+        )
         yield f"\n`harness {name} {positional}`: {plain(verb.help)}\n"
     if own:
         yield "\n" + table(("argument", "meaning"), argument_rows(own))
@@ -234,7 +245,8 @@ def shown_argument(each: Argument, form: Callable[[str], str] = str) -> str:
     if each.names[0].startswith("-"):
         return ", ".join(map(form, each.names))
     return form(
-        str(each.options.get("metavar", each.name.upper())) + ("..." if "nargs" in each.options else "")
+        str(each.options.get("metavar", each.name.upper()))
+        + ("..." if "nargs" in each.options else "")
     )
 
 
@@ -244,7 +256,12 @@ def own_fields(verb: Verb) -> str:
         return ""
     of_all = {row[0] for rows in field_rows(Job, {}).values() for row in rows}
     composed = composed_values(verb.name, verb.job)
-    rows = [row for rows in field_rows(verb.job, composed).values() for row in rows if row[0] not in of_all]
+    rows = [
+        row
+        for rows in field_rows(verb.job, composed).values()
+        for row in rows
+        if row[0] not in of_all
+    ]
     return "\n" + table(FIELD_HEADER, rows)
 
 

@@ -67,7 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("rehearsal") and NO_REHEARSALS:
             item.add_marker(pytest.mark.skip(reason=NO_REHEARSALS))
         # Where CI runs, a missing SLURM is a failure.
-        if item.get_closest_marker("slurm") and shutil.which("sbatch") is None and "CI" not in os.environ:
+        if (
+            item.get_closest_marker("slurm")
+            and shutil.which("sbatch") is None
+            and "CI" not in os.environ
+        ):
             item.add_marker(pytest.mark.skip(reason="needs SLURM, which .ci/run installs"))
     items.sort(key=_turn)
 
@@ -101,7 +105,15 @@ def _turn(item: pytest.Item) -> tuple[int, bool, int]:
     """
     group, gpu = _group(item), item.get_closest_marker("gpu")
     turn = SHARED.index(group) if group in SHARED else len(SHARED)
-    of_gpu = 0 if gpu is None else 3 if "values" in gpu.kwargs else 1 if item.path.stem == "test_gpu" else 2
+    of_gpu = (
+        0
+        if gpu is None
+        else 3
+        if "values" in gpu.kwargs
+        else 1
+        if item.path.stem == "test_gpu"
+        else 2
+    )
     return turn, item.get_closest_marker("last") is not None, of_gpu
 
 

@@ -58,7 +58,9 @@ def to_meta(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     }
 
 
-def consolidated(weights: dict[str, Tensor], files: int, by_rows: bool = True) -> list[dict[str, Tensor]]:
+def consolidated(
+    weights: dict[str, Tensor], files: int, by_rows: bool = True
+) -> list[dict[str, Tensor]]:
     """Shards of Meta's model-parallel ranks: rows of some weights, columns of others, and complete norms.
 
     Args:
@@ -78,7 +80,9 @@ def consolidated(weights: dict[str, Tensor], files: int, by_rows: bool = True) -
     return shards
 
 
-def save_meta(folder: Path, shards: list[dict[str, Tensor]], params: dict[str, Any] | None = None) -> None:
+def save_meta(
+    folder: Path, shards: list[dict[str, Tensor]], params: dict[str, Any] | None = None
+) -> None:
     """Write a folder as Meta publishes it."""
     folder.mkdir()
     for i, shard in enumerate(shards):

@@ -15,4 +15,6 @@ def assert_equal(found: Any, expected: Any, note: str = "") -> None:
         expected: the same structure.
         note: text before the message, such as a layout or a rank.
     """
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text: f"{note} {text}".strip())
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=0, msg=lambda text: f"{note} {text}".strip()
+    )

@@ -109,14 +109,19 @@ CASES = {
     "qwen2": changed("qwen2_debug"),
     "qwen2_tied": changed("qwen2_debug", tied_embeddings=True, norm_eps=1e-3),
     "mistral": changed("mistral_debug"),
-    "mistral_wide": changed("mistral_debug", head_dim=24, attention__window=5, rope__scaling="linear"),
+    "mistral_wide": changed(
+        "mistral_debug", head_dim=24, attention__window=5, rope__scaling="linear"
+    ),
     "mixtral": changed("mixtral_debug"),
     "mixtral_window": changed("mixtral_debug", attention__window=7, moe__top_k=3),
     "qwen3": changed("qwen3_debug"),
     "qwen3_untied": changed("qwen3_debug", tied_embeddings=False, norm_eps=1e-3),
     "qwen3_moe": changed("qwen3_moe_debug"),
     "qwen3_moe_some_dense": changed(
-        "qwen3_moe_debug", moe__first_dense_layers=1, moe__every_nth_layer=2, moe__normalize_scores=False
+        "qwen3_moe_debug",
+        moe__first_dense_layers=1,
+        moe__every_nth_layer=2,
+        moe__normalize_scores=False,
     ),
     "deepseek_v2": changed("deepseek_v2_debug"),
     "deepseek_v2_groups": changed(
@@ -139,7 +144,9 @@ CASES = {
         rope__interleaved=False,
     ),
     "gpt_oss": changed("gpt_oss_debug"),
-    "gpt_oss_truncated": changed("gpt_oss_debug", rope__truncate=True, attention__global_every_nth_layer=3),
+    "gpt_oss_truncated": changed(
+        "gpt_oss_debug", rope__truncate=True, attention__global_every_nth_layer=3
+    ),
     "llama4": changed("llama4_debug"),
     "llama4_maverick": changed("llama4_debug", attention__qk_norm="none", rope__scaling="none"),
     "llama4_all_experts": changed(
@@ -189,7 +196,9 @@ def to_transformers(model: Decoder, folder: Path) -> Any:
 
 def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Random tokens and labels, [2, SEQ_LEN]."""
-    tokens = torch.randint(config.vocab_size, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        config.vocab_size, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1)
+    )
     return tokens[:, :-1], tokens[:, 1:]
 
 

@@ -20,7 +20,16 @@ from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts, Router
 from harness.optimizer.base import local
-from harness.parallelism import context, execute, expert, fsdp, loss, materialize, parallelize, tensor
+from harness.parallelism import (
+    context,
+    execute,
+    expert,
+    fsdp,
+    loss,
+    materialize,
+    parallelize,
+    tensor,
+)
 from harness.parallelism.balance import Balance
 from harness.train import engine
 from harness.train.engine import Engine
@@ -166,7 +175,9 @@ def named_by_stage() -> AbstractContextManager[Any]:
         first = min(part.blocks, default=0)
 
         def own(name, *rest):  # type: ignore[no-untyped-def]
-            return draw(re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - first}", name), *rest)
+            return draw(
+                re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - first}", name), *rest
+            )
 
         with patch.object(materialize, "draw", own):
             original(part, *arguments)
@@ -178,7 +189,9 @@ def own_positions_from_zero() -> AbstractContextManager[Any]:
     """Every context-parallel rank counts positions from 0 in its own share."""
     original = Decoder.take_positions
     return patch.object(
-        Decoder, "take_positions", lambda self, positions: original(self, torch.arange(len(positions)))
+        Decoder,
+        "take_positions",
+        lambda self, positions: original(self, torch.arange(len(positions))),
     )
 
 
@@ -217,7 +230,9 @@ def normalizer_of_own_vocabulary() -> AbstractContextManager[Any]:
     """The loss takes each rank's part of the vocabulary for all of it."""
     original = loss._cross_entropy
     return patch.object(
-        loss, "_cross_entropy", lambda logits, labels, scale, _group: original(logits, labels, scale, None)
+        loss,
+        "_cross_entropy",
+        lambda logits, labels, scale, _group: original(logits, labels, scale, None),
     )
 
 
@@ -250,7 +265,10 @@ def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
         def gather(_module, inputs):  # type: ignore[no-untyped-def]
             local = tensor._placed(inputs[0], other if now() else mesh, self.stream)
             whole = local.redistribute(placements=(Replicate(),)).to_local()
-            return (tensor._with_partial_gradient(tensor._placed(whole, mesh, Replicate())), *inputs[1:])
+            return (
+                tensor._with_partial_gradient(tensor._placed(whole, mesh, Replicate())),
+                *inputs[1:],
+            )
 
         module.register_forward_pre_hook(gather)
         return module
@@ -337,7 +355,9 @@ def average_of_earlier_weights() -> AbstractContextManager[Any]:
         weight = 1 - self.job.optimizer.ema_decay
         with torch.no_grad():
             for parameter, old in zip(self.parameters, before, strict=True):
-                local(self.optimizer.state[parameter]["ema"]).add_(old - local(parameter), alpha=weight)
+                local(self.optimizer.state[parameter]["ema"]).add_(
+                    old - local(parameter), alpha=weight
+                )
 
     return patch.object(Engine, "update", update)
 
@@ -381,7 +401,9 @@ def auxiliary_loss_of_own_counts() -> AbstractContextManager[Any]:
 
 def biases_of_every_rank() -> AbstractContextManager[Any]:
     """Every rank adds the bias of a product whose parts are then summed."""
-    return patch.object(Experts, "output_shares", property(lambda _: 1, lambda *_: None), create=True)
+    return patch.object(
+        Experts, "output_shares", property(lambda _: 1, lambda *_: None), create=True
+    )
 
 
 def rows_by_rank() -> AbstractContextManager[Any]:

@@ -13,7 +13,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
-def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python with this checkout, without GPUs and a launcher's variables."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
@@ -29,7 +31,9 @@ PATIENCE = 180.0
 """Seconds after which a test takes what it waits for as hung: a busy machine is many times slower."""
 
 
-def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "a condition") -> Any:
+def until(
+    condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "a condition"
+) -> Any:
     """Wait until a function returns a true value; return the value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -44,7 +48,10 @@ def workers_of_this_process() -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and "harness.util.processes" in (entry / "cmdline").read_text():
+            if (
+                parent == os.getpid()
+                and "harness.util.processes" in (entry / "cmdline").read_text()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue

@@ -55,7 +55,9 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     bits = blocks.numpy()
     values = np.stack([E2M1[bits & 15], E2M1[bits >> 4]], axis=-1).reshape(*scales.shape, 32)
     weight = values * np.exp2(scales.numpy().astype(np.float64) - 127)[..., None]
-    return torch.from_numpy(weight.reshape(*scales.shape[:-1], -1).swapaxes(1, 2).astype(np.float32))
+    return torch.from_numpy(
+        weight.reshape(*scales.shape[:-1], -1).swapaxes(1, 2).astype(np.float32)
+    )
 
 
 def rewrite(folder: Path, tensors: Mapping[str, Tensor], quantization: Any) -> None:
@@ -65,12 +67,16 @@ def rewrite(folder: Path, tensors: Mapping[str, Tensor], quantization: Any) -> N
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
     content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, "quantization_config": quantization}))
+    (folder / "config.json").write_text(
+        json.dumps({**content, "quantization_config": quantization})
+    )
 
 
 def stored_in(folder: Path) -> dict[str, Tensor]:
     """All tensors in a folder's files."""
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+    return {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
 
 
 def quantize_fp8(
@@ -95,7 +101,9 @@ def quantize_fp8(
         if LINEARS.fullmatch(name):
             stored[name], scales = to_fp8(tensor.float(), block)
             stored[name + suffix] = stored_as(scales)
-            expected[name] = stored[name].float() * spread(stored[name + suffix], tensor.shape, block)
+            expected[name] = stored[name].float() * spread(
+                stored[name + suffix], tensor.shape, block
+            )
     default = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     rewrite(folder, stored, quantization or {**default, "weight_block_size": list(block)})
     return expected
@@ -111,6 +119,11 @@ def quantize_mxfp4(folder: Path) -> dict[str, Tensor]:
             expected[name] = from_mxfp4(*parts)
         else:
             stored[name], expected[name] = tensor, tensor.float()
-    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    names = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     rewrite(folder, stored, {"quant_method": "mxfp4", "modules_to_not_convert": names})
     return expected

@@ -45,7 +45,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif "v9" in rest:
             self.refuse(404, "RevisionNotFound", "Invalid rev id: v9")
         elif rest.startswith("revision/"):
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            siblings = [
+                {"rfilename": name, "size": len(content)} for name, content in files.items()
+            ]
             self.answer({"_id": "1", "id": repo, "sha": COMMIT, "siblings": siblings})
         elif self.hub.silent:
             self.refuse(400, "", "Bad request")
@@ -97,7 +99,9 @@ def serving() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield hub

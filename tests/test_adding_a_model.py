@@ -73,4 +73,6 @@ def test_commands(sources: Path, command: str) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "SmolLM3ForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout
+    assert (
+        "SmolLM3ForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout
+    )

@@ -27,7 +27,9 @@ PACKAGE = "# @package _global_"
 def options(group: str) -> list[str]:
     """Options of a group; for experiment and sweep only files with the required first line."""
     folder = CONF / group
-    files = [f for f in folder.rglob("*.yaml") if group not in ("experiment", "sweep") or is_global(f)]
+    files = [
+        f for f in folder.rglob("*.yaml") if group not in ("experiment", "sweep") or is_global(f)
+    ]
     return sorted(str(f.relative_to(folder).with_suffix("")) for f in files)
 
 
@@ -88,7 +90,9 @@ def required_overrides(group: str, option: str) -> list[str]:
 
 def build_on_meta(job: Job) -> None:
     """Build every pipeline stage of the model on meta, and count its parameters."""
-    stages = split_modules(job.parallelism, job.model.n_layers) if job.parallelism.pp > 1 else [None]
+    stages = (
+        split_modules(job.parallelism, job.model.n_layers) if job.parallelism.pp > 1 else [None]
+    )
     counted = 0
     with torch.device("meta"):
         for modules in stages:
@@ -100,10 +104,16 @@ def build_on_meta(job: Job) -> None:
 def test_experiments_and_sweeps_are_the_folders_at_the_top() -> None:
     assert (CONF / "experiment").resolve() == ROOT / "experiments"
     assert (CONF / "sweep").resolve() == ROOT / "sweeps"
-    assert len(FILES) > 40 and {"cluster", "model", "optimizer", "parallelism", "schedule"} <= set(GROUPS)
+    assert len(FILES) > 40 and {"cluster", "model", "optimizer", "parallelism", "schedule"} <= set(
+        GROUPS
+    )
 
 
-GLOBAL = [CONF / group / f"{option}.yaml" for group in ("experiment", "sweep") for option in options(group)]
+GLOBAL = [
+    CONF / group / f"{option}.yaml"
+    for group in ("experiment", "sweep")
+    for option in options(group)
+]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +154,12 @@ def test_every_option_composes_and_validates(file: tuple[str, str]) -> None:
 
 def require_axes_of_the_name(option: str, job: Job) -> None:
     """A layout has the axes in its name, and every other axis is 1."""
-    named = {"ddp": "dp_replicate", "fsdp": "dp_shard", "hsdp": "dp_replicate dp_shard", "single": ""}
+    named = {
+        "ddp": "dp_replicate",
+        "fsdp": "dp_shard",
+        "hsdp": "dp_replicate dp_shard",
+        "single": "",
+    }
     # Expert parallel uses the ranks of dp_shard.
     named["ep"] = named["fsdp"]
     assert (job.parallelism.ep > 1) == splits_experts(option)
@@ -163,7 +178,9 @@ def require_axes_of_the_name(option: str, job: Job) -> None:
 @pytest.mark.parametrize("option", options("parallelism"))
 def test_every_layout_fits_models_of_all_sizes(option: str) -> None:
     sizes = (
-        ("qwen3_moe_debug", "deepseek_v3_671b") if splits_experts(option) else ("llama3_tiny", "llama3_8b")
+        ("qwen3_moe_debug", "deepseek_v3_671b")
+        if splits_experts(option)
+        else ("llama3_tiny", "llama3_8b")
     )
     for model in sizes:
         compose_job([f"parallelism={option}", f"model={model}", "training.global_batch_size=64"])

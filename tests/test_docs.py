@@ -20,7 +20,13 @@ from jobs import train
 from test_imports import ROOMS
 
 from harness.compose.arguments import JOB_FLAGS, CommandLine
-from harness.compose.composer import Composer, chooses_points, compose_job, compose_points, read_space
+from harness.compose.composer import (
+    Composer,
+    chooses_points,
+    compose_job,
+    compose_points,
+    read_space,
+)
 from harness.compose.hydra import search_path
 from harness.config import failures
 from harness.config.fields import leaves
@@ -98,7 +104,11 @@ def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert words[1] in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     if words[0] == "torchrun":
-        for variable, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        for variable, value in (
+            ("RANK", "0"),
+            ("MASTER_ADDR", "localhost"),
+            ("MASTER_PORT", "29500"),
+        ):
             monkeypatch.setenv(variable, value)
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
     else:
@@ -131,7 +141,9 @@ def _use_shown_files(command: Command, monkeypatch: pytest.MonkeyPatch, folder: 
         return
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
-    for text in re.findall(r"^```yaml\n(.*?)^```", command.page.read_text(), re.MULTILINE | re.DOTALL):
+    for text in re.findall(
+        r"^```yaml\n(.*?)^```", command.page.read_text(), re.MULTILINE | re.DOTALL
+    ):
         if name := re.search(r"^# (my_conf/\S+\.yaml)", text, re.MULTILINE):
             path = folder / name[1]
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +188,9 @@ def test_shown_plans_are_what_the_plan_prints(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _use_shown_files(command, monkeypatch, tmp_path)
-    monkeypatch.setattr("harness.tools.plan.search_result.sweep_path", lambda *_: tmp_path / "sweep.yaml")
+    monkeypatch.setattr(
+        "harness.tools.plan.search_result.sweep_path", lambda *_: tmp_path / "sweep.yaml"
+    )
     printed = plan_of(verb_of(shlex.split(command.line))[1:]).splitlines()
     for line in command.output:
         assert line == "..." or line in printed
@@ -206,14 +220,18 @@ def runs_of_the_first_hour() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("cluster", ["slurm_h100", "slurm_h200"])
-def test_the_first_hour_has_what_the_plan_says(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_hour_has_what_the_plan_says(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, found = FIRST_HOUR.read_text(), 0
     for section, words in runs_of_the_first_hour():
         on_one = section == "One GPU"
         if "metrics.warmup_steps=2" not in words or (not on_one and cluster == "slurm_h200"):
             continue  # not measured, or only planned for H100
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[section])
-        plan = plan_of([*words, f"cluster={cluster}", f"cluster.ranks_per_node={1 if on_one else 8}"])
+        plan = plan_of(
+            [*words, f"cluster={cluster}", f"cluster.ranks_per_node={1 if on_one else 8}"]
+        )
         [rate] = re.findall(r"^throughput  ([\d,]+) tokens", plan, re.MULTILINE)
         [peak] = re.findall(r"rank takes ([\d.]+) of", plan)
         assert f"| {rate} |" in text, words
@@ -262,11 +280,15 @@ def test_linked_and_named_files_exist(page: Path) -> None:
 def anchors_of(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def test_site_lists_all_pages() -> None:
-    listed = set(re.findall(r"- (?:.+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(
+        re.findall(r"- (?:.+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    )
     there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert there <= listed
     for path in listed - there:
@@ -303,7 +325,9 @@ def rows_of(page: Path) -> list[list[str]]:
 def test_the_reference_is_up_to_date(reference: Path) -> None:
     """The site is built from what is committed."""
     committed = ROOT / "docs" / "reference"
-    assert {path.name for path in committed.iterdir()} == {path.name for path in reference.iterdir()}
+    assert {path.name for path in committed.iterdir()} == {
+        path.name for path in reference.iterdir()
+    }
     for page in reference.iterdir():
         there = (committed / page.name).read_text()
         assert there == page.read_text(), f"{page.name}: make reference writes it"
@@ -348,7 +372,11 @@ def test_every_column_that_runs_write_is_described_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    metrics, of_rank, result = set(), set(), {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW}
+    metrics, of_rank, result = (
+        set(),
+        set(),
+        {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW},
+    )
     (tmp_path / "pair.jsonl").write_text(2 * (json.dumps({"context": 20 * "a"}) + "\n"))
     for name, overrides in RUNS.items():
         common = f"name={name} training.steps=5 training.seq_len=32 training.global_batch_size=2"
@@ -368,6 +396,8 @@ def test_every_column_that_runs_write_is_described_and_no_other(
         names = {column.name for column in described}
         stems = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
         exact = {name for name in names if not name.endswith("*")}
-        assert {name for name in written if name not in exact and not name.startswith(stems)} == set()
+        assert {
+            name for name in written if name not in exact and not name.startswith(stems)
+        } == set()
         assert exact - ALLOCATOR.keys() <= written  # its columns need a GPU
         assert all(any(name.startswith(stem) for name in written) for stem in stems)

@@ -25,7 +25,9 @@ T = 32
 LENGTHS = [9, 1, 15, 7]
 
 
-def gradients_of(inputs: Tensor, labels: Tensor, documents: Tensor | None) -> tuple[float, dict[str, Tensor]]:
+def gradients_of(
+    inputs: Tensor, labels: Tensor, documents: Tensor | None
+) -> tuple[float, dict[str, Tensor]]:
     """Summed loss of a small decoder, and its gradients."""
     model = Decoder(tiny(f"training.seq_len={T}").model, T)
     materialize(model, 0, CPU, CPU)
@@ -44,7 +46,9 @@ def test_a_packed_sample_is_its_documents_one_by_one() -> None:
     for row, (length, document) in enumerate(zip(LENGTHS, tokens, strict=True)):
         alone_inputs[row, :length], alone_labels[row, :length] = document[:-1], document[1:]
     expected_loss, expected = gradients_of(alone_inputs, alone_labels, None)
-    packed = [torch.cat(parts)[None] for parts in ([t[:-1] for t in tokens], [t[1:] for t in tokens])]
+    packed = [
+        torch.cat(parts)[None] for parts in ([t[:-1] for t in tokens], [t[1:] for t in tokens])
+    ]
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
     loss, gradients = gradients_of(*packed, numbers)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -62,7 +66,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for number in range(30):
         (folder / f"{number:02}.txt").write_text(f"document {number} " * (1 + number * number % 9))
     return [
-        *("data=local_text", "tokenizer=bytes", "model.vocab_size=258", "data.validation_fraction=0"),
+        *(
+            "data=local_text",
+            "tokenizer=bytes",
+            "model.vocab_size=258",
+            "data.validation_fraction=0",
+        ),
         *(f"data.paths=[{folder}/*.txt]", f"data.cache_dir={folder}/cache"),
         "data.attend_across_documents=false",
     ]
@@ -93,12 +102,24 @@ def test_layouts_agree_about_conversations(pool: RankPool, tmp_path: Path) -> No
     shipped = Path(__file__).parents[1] / "experiments" / "chat" / "conversations.jsonl"
     name = "pp_cp_ulysses"
     typed = [
-        *("data=chat", "data.chat_template=plain", f"data.paths=[{shipped}]", f"data.cache_dir={tmp_path}"),
-        *("tokenizer=python_2k", "model.vocab_size=2048", "training.seq_len=128", "model.max_seq_len=128"),
+        *(
+            "data=chat",
+            "data.chat_template=plain",
+            f"data.paths=[{shipped}]",
+            f"data.cache_dir={tmp_path}",
+        ),
+        *(
+            "tokenizer=python_2k",
+            "model.vocab_size=2048",
+            "training.seq_len=128",
+            "model.max_seq_len=128",
+        ),
     ]
     require_parity(pool, name, layout(name, *typed))
 
 
 @pytest.mark.parametrize("name", ["fsdp", "pp"])
 def test_lost_documents_are_noticed(pool: RankPool, corpus: list[str], name: str) -> None:
-    assert not verdict_of(PlantedPool(pool, documents_forgotten), name, layout(name, *corpus)).passed
+    assert not verdict_of(
+        PlantedPool(pool, documents_forgotten), name, layout(name, *corpus)
+    ).passed

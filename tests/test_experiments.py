@@ -94,7 +94,9 @@ def test_gpu_table_judges_the_targets_by_ratios_within_a_round() -> None:
 
 
 def test_no_ratio_is_taken_across_versions() -> None:
-    older, newer = ({"torch": torch_version, "triton": "3.9"} for torch_version in ("2.13.0", "2.15.0"))
+    older, newer = (
+        {"torch": torch_version, "triton": "3.9"} for torch_version in ("2.13.0", "2.15.0")
+    )
     rows = [
         gpu_row("bf16_compile", "harness", 0, 1000.0, software=newer),
         gpu_row("bf16_compile", "torchtitan", 0, 500.0, software=newer),
@@ -159,7 +161,10 @@ def test_more_layers_fit_where_less_is_kept() -> None:
 
 def has_precision_of(mode: str) -> bool:
     precision = gpu_cases.Case("tiny", "none", mode).precision
-    return precision == "bf16" or (EXPERIMENTS.parent / "conf" / "precision" / f"{precision}.yaml").is_file()
+    return (
+        precision == "bf16"
+        or (EXPERIMENTS.parent / "conf" / "precision" / f"{precision}.yaml").is_file()
+    )
 
 
 ON_A_CPU = [mode for mode in gpu_cases.MODES if has_precision_of(mode) and "graphs" not in mode]
@@ -196,7 +201,13 @@ def test_best_other_side() -> None:
         "bare": [100.0, 100.0, 100.0],
     }
     rows = [
-        {"round": n, "layout": "single", "side": side, "tokens_per_second": rate, "first_step_seconds": 2.0}
+        {
+            "round": n,
+            "layout": "single",
+            "side": side,
+            "tokens_per_second": rate,
+            "first_step_seconds": 2.0,
+        }
         for side, values in rates.items()
         for n, rate in enumerate(values)
     ]
@@ -237,7 +248,9 @@ def test_bare_loop_is_our_model_of_that_shape(monkeypatch: pytest.MonkeyPatch) -
     with torch.no_grad():
         logits = model(tokens[:, :-1])
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        assert float(bare(tokens[:, :-1], tokens[:, 1:])) == pytest.approx(float(expected), rel=1e-5)
+        assert float(bare(tokens[:, :-1], tokens[:, 1:])) == pytest.approx(
+            float(expected), rel=1e-5
+        )
     seconds, losses, _, _ = bare_loop.train(3, compiled=False)
     assert len(seconds) == 3
     assert all(abs(loss - math.log(64)) < 1 for loss in losses)
@@ -279,7 +292,9 @@ def test_saved_activations_are_counted() -> None:
 def test_relations_that_do_not_hold_are_named() -> None:
     peaks = dict(zip(measure.CHECKPOINTING, (100.0, 60.0, 50.0, 20.0, 90.0, 95.0), strict=True))
     rows = {name: {"peak": peak, "resident": 500.0} for name, peak in peaks.items()}
-    assert measure.not_falling(rows) == ["memory_budget, compiled takes 95.0 MiB and none, compiled 90.0"]
+    assert measure.not_falling(rows) == [
+        "memory_budget, compiled takes 95.0 MiB and none, compiled 90.0"
+    ]
     table = measure.table("blocks", rows)
     assert "| full | 20.0 | 0.200 | 500 |" in table
     assert "| memory_budget, compiled | 95.0 | 1.056 | 500 |" in table
@@ -314,8 +329,19 @@ def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
         "--shapes",
         "tiny",
     ]
-    command += ["--modes", "bf16", "--activation-checkpoint", "full", "--rounds", "1", "--steps", "6"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
+    command += [
+        "--modes",
+        "bf16",
+        "--activation-checkpoint",
+        "full",
+        "--rounds",
+        "1",
+        "--steps",
+        "6",
+    ]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     [row] = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (row["shape"], row["n_layers"], row["mfu"]) == ("tiny", 4, None)
@@ -330,7 +356,9 @@ def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
 def test_published_tables_are_those_of_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--out", str(tmp_path), "--runs", str(tmp_path / "none")])
+    monkeypatch.setattr(
+        sys, "argv", ["tables.py", "--out", str(tmp_path), "--runs", str(tmp_path / "none")]
+    )
     tables.main()
     kept = (EXPERIMENTS / "llama3_h100" / "tables.md").read_text()
     made = (tmp_path / "tables.md").read_text()
@@ -345,7 +373,9 @@ def test_a_run_of_another_length_measures_its_published_row(
 ) -> None:
     pairs = {"table1": torchtitan_rows.tables()["table1"]}
     monkeypatch.setattr(torchtitan_rows, "tables", lambda: pairs)
-    job = with_value(with_value(pairs["table1"][1][0].job, "training.steps", 50), "training.seed", 3)
+    job = with_value(
+        with_value(pairs["table1"][1][0].job, "training.steps", 50), "training.seed", 3
+    )
     row = {
         **as_planned("mine", job, []),
         "state": "completed",
@@ -357,5 +387,7 @@ def test_a_run_of_another_length_measures_its_published_row(
     [table] = tables.all_tables(tmp_path, None)
     states = [row["measured_on"] for row in table.rows]
     assert states == ["not measured", "NVIDIA H100 80GB HBM3", "not measured"]
-    assert table.rows[1]["delta.measured.tokens_per_second_per_rank"] == pytest.approx(7350 / 6667 - 1)
+    assert table.rows[1]["delta.measured.tokens_per_second_per_rank"] == pytest.approx(
+        7350 / 6667 - 1
+    )
     assert table.rows[1]["expected.tokens_per_second_per_rank"] > 0

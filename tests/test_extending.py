@@ -39,7 +39,9 @@ class Installed:
 
     def succeed(self, *arguments: str, **environment: str) -> str:
         """Run Python, with the harness of the checkout, to a successful end; return its standard output."""
-        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        kept = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+        }
         fixed = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             [str(self.python), *arguments],
@@ -106,14 +108,19 @@ def test_train(trained: Path) -> None:
     job, row = (json.loads((trained / name).read_text()) for name in ("job.json", "result.json"))
     assert (row["exit_reason"], row["world_size"], row["step"]) == ("completed", 2, 4)
     assert job["optimizer"]["options"] == {"momentum": 0.9, "nesterov": False}
-    assert (job["schedule"]["options"], job["data"]["options"]) == ({"exponent": 2.0}, {"largest": 99})
+    assert (job["schedule"]["options"], job["data"]["options"]) == (
+        {"exponent": 2.0},
+        {"largest": 99},
+    )
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     # Two steps of warm-up, the peak, then (1 - 1/2)^2 of it.
     assert [row["lr"] for row in rows] == pytest.approx([0.005, 0.01, 0.01, 0.0025])
     assert [row["spikes"] for row in rows] == [0] * 4
     header, *lines = (trained / "metrics.csv").read_text().splitlines()
     assert header == "step,loss,grad_norm,tokens_per_second"
-    assert [line.split(",")[:2] for line in lines] == [[str(row["step"]), str(row["loss"])] for row in rows]
+    assert [line.split(",")[:2] for line in lines] == [
+        [str(row["step"]), str(row["loss"])] for row in rows
+    ]
 
 
 def test_parity(extras: Installed) -> None:
@@ -125,7 +132,10 @@ def test_plan(extras: Installed) -> None:
     plan = json.loads(extras.succeed(*command("plan"), "--json"))
     kinds = plan["memory"][0]["kinds"]
     assert kinds["optimizer"] == 4 * plan["parameters_per_rank"][0]
-    assert kinds["optimizer"] < kinds["parameters"] < 1.2 * kinds["optimizer"] and kinds["activations"] > 0
+    assert (
+        kinds["optimizer"] < kinds["parameters"] < 1.2 * kinds["optimizer"]
+        and kinds["activations"] > 0
+    )
 
 
 CHECK = """
@@ -154,7 +164,9 @@ print(ActivationBytes(job).block(1).kept - saved_by_autograd(job, 1))
 """
 
 
-def test_the_model_is_that_of_transformers_and_of_the_plan(extras: Installed, trained: Path) -> None:
+def test_the_model_is_that_of_transformers_and_of_the_plan(
+    extras: Installed, trained: Path
+) -> None:
     pytest.importorskip("transformers")
     words = command("convert")
     extras.succeed(*[word.replace("runs/arcee_debug/ID", str(trained)) for word in words])
@@ -211,7 +223,9 @@ for mistake in mistakes.split():
     except ConfigError as error:
         print(error)
 """
-    shown = extras.succeed("-c", program, *command("train", "parallelism=tp")[3:], " ".join(MISTAKES))
+    shown = extras.succeed(
+        "-c", program, *command("train", "parallelism=tp")[3:], " ".join(MISTAKES)
+    )
     for line, start in zip(shown.splitlines(), MISTAKES.values(), strict=True):
         assert line.startswith(start)
 
@@ -222,7 +236,9 @@ def test_without_the_package_a_job_is_refused_and_a_run_can_be_read(
     job = Job.read(trained / "job.json")
     assert job.id == trained.name
     rule = "no installed package adds this name (entry points of group harness.block)"
-    with pytest.raises(ConfigError, match=re.escape(f"model.block=relu2: {rule}; would work: pre_norm, or ")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"model.block=relu2: {rule}; would work: pre_norm, or ")
+    ):
         tensor_shapes(job.model)
     done = python("-m", "harness", "sweep", "status", str(trained))
     assert done.returncode == 0 and "completed" in done.stdout
@@ -235,7 +251,9 @@ def test_a_package_without_its_configurations_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     paths.folders_of_packages.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"^the package no_conf names the folder no_conf\.conf in group "):
+        with pytest.raises(
+            UserError, match=r"^the package no_conf names the folder no_conf\.conf in group "
+        ):
             paths.folders_of_packages()
     finally:
         paths.folders_of_packages.cache_clear()

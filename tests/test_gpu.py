@@ -22,7 +22,13 @@ from harness.train.observers.profiler import Profiling
 from harness.train.setup import process_group, set_up_process
 
 SMALL = [
-    *("model=llama3_tiny", "model.head_dim=16", "data=synthetic", "tokenizer=bytes", "training.steps=10"),
+    *(
+        "model=llama3_tiny",
+        "model.head_dim=16",
+        "data=synthetic",
+        "tokenizer=bytes",
+        "training.steps=10",
+    ),
     *("training.seq_len=64", "training.global_batch_size=4", "training.local_batch_size=2"),
 ]
 TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2)}
@@ -97,7 +103,10 @@ def test_captured_steps_compute_what_others_compute(overrides: str) -> None:
 
 @pytest.mark.gpu(values=False)
 def test_gpu_is_deterministic_when_asked() -> None:
-    assert three_steps("cuda", "debug=deterministic")[0] == three_steps("cuda", "debug=deterministic")[0]
+    assert (
+        three_steps("cuda", "debug=deterministic")[0]
+        == three_steps("cuda", "debug=deterministic")[0]
+    )
 
 
 @pytest.mark.gpu(values=False)
@@ -116,12 +125,16 @@ def test_gpu_is_deterministic_when_asked() -> None:
         "data=mixture data.sources.a.kind=synthetic data.sources.b.kind=synthetic data.weights={a:1,b:1}",
     ],
 )
-def test_a_step_makes_the_host_wait_for_nothing(overrides: str, request: pytest.FixtureRequest) -> None:
+def test_a_step_makes_the_host_wait_for_nothing(
+    overrides: str, request: pytest.FixtureRequest
+) -> None:
     """But for the first ones, which allocate and compile."""
     # After eight shapes, those of other tests among them, the compiler leaves FlexAttention to eager.
     torch._dynamo.reset()
     request.addfinalizer(lambda: torch.cuda.set_sync_debug_mode("default"))
-    job = compose_job([*SMALL, *overrides.split(), "cluster.device=cuda", "cluster.ranks_per_node=1"])
+    job = compose_job(
+        [*SMALL, *overrides.split(), "cluster.device=cuda", "cluster.ranks_per_node=1"]
+    )
     device = torch.device("cuda", 0)
     set_up_process(job)
     with process_group(job, device):
@@ -148,7 +161,9 @@ class Tokens(Loader):
 
     def next(self) -> Batch:
         tokens = torch.randint(0, 256, (4, 65))
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), sources_B=self.sources)
+        return Batch(
+            tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), sources_B=self.sources
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {}

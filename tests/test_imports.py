@@ -73,7 +73,11 @@ def test_the_way_to_the_first_forward_pass_is_short(tmp_path: Path) -> None:
     def seen(replace: str, *overrides: str) -> dict[str, list[str]]:
         typed = [*TINY, f"runs_dir={tmp_path}", *overrides]
         lines = python("-c", STOP_AT.format(replace=replace), *typed).stdout.splitlines()
-        return {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("modules", "frames"))}
+        return {
+            line.split()[0]: line.split()[1:]
+            for line in lines
+            if line.startswith(("modules", "frames"))
+        }
 
     started = seen(AT_START, "parallelism.dp_shard=2")
     assert len(started["modules"]) <= 68, started["modules"]
@@ -85,7 +89,9 @@ def test_the_way_to_the_first_forward_pass_is_short(tmp_path: Path) -> None:
 
 def test_imports_are_found() -> None:
     assert "harness.train.engine" in imports_of("harness.train.trainer")
-    assert "harness.train.trainer" in imports_of("harness.train.rank"), "an import inside of a function"
+    assert "harness.train.trainer" in imports_of("harness.train.rank"), (
+        "an import inside of a function"
+    )
     assert "harness.train.step" in imports_of("harness.train.rows"), "an import for type checkers"
     assert "harness.train.step" not in imports_of("harness.train.rows", of_types=False)
 
@@ -98,14 +104,18 @@ def test_arrows_point_down() -> None:
 def test_ranks_import_no_hydra() -> None:
     """A rank imports the rooms up to train, and no file of these names Hydra or its configurations."""
     named = re.compile(r"^\s*(?:from|import) (?:hydra|omegaconf)\b", re.MULTILINE)
-    rooms = {room_of(module)[:1] for module, path in FILES.items() if named.search(path.read_text())}
+    rooms = {
+        room_of(module)[:1] for module, path in FILES.items() if named.search(path.read_text())
+    }
     assert ("compose",) in rooms
     assert not rooms & {(room,) for room in ROOMS[: ROOMS.index("compose")]}
 
 
 def test_no_circles() -> None:
     try:
-        TopologicalSorter({module: imports_of(module, of_types=False) for module in FILES}).prepare()
+        TopologicalSorter(
+            {module: imports_of(module, of_types=False) for module in FILES}
+        ).prepare()
     except CycleError as error:
         raise AssertionError(f"modules import each other: {' <- '.join(error.args[1])}") from None
 
@@ -140,9 +150,13 @@ def test_private_names_of_torch_are_listed() -> None:
     listed = [f"{owner}.{name}." for owner, name in PRIVATE]
     used = {f"{name}." for source in sources for name in private_names(ast.parse(source))}
     assert "torch._dynamo.reset." in used
-    assert not {name for name in used if not any(a.startswith(name) or name.startswith(a) for a in listed)}
+    assert not {
+        name for name in used if not any(a.startswith(name) or name.startswith(a) for a in listed)
+    }
     everything = "\n".join(sources)
-    assert not [name for _, name in PRIVATE if not re.search(rf"\b{name.rpartition('.')[2]}\b", everything)]
+    assert not [
+        name for _, name in PRIVATE if not re.search(rf"\b{name.rpartition('.')[2]}\b", everything)
+    ]
 
 
 @pytest.mark.parametrize(("owner", "name"), PRIVATE)

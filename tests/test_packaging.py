@@ -28,7 +28,11 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A copy of what git would ship: building in place would leave build/ behind.
     source = folder / "source"
     files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\n")
     for name in files:
         path = ROOT / name
@@ -39,7 +43,16 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 target.symlink_to(path.readlink())
             else:
                 target.write_bytes(path.read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+    ]
     subprocess.run([*command, str(folder), str(source)], check=True)
     [wheel] = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
@@ -48,9 +61,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(unpacked: Path, cwd: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Runs Python where only the unpacked wheel is to be found, not the checkout."""
-    finder = (
-        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
-    )
+    finder = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
     return subprocess.run(
         [sys.executable, "-c", finder + code],
         cwd=cwd,
@@ -66,7 +77,13 @@ def test_every_module_and_file_is_in_the_wheel(unpacked: Path) -> None:
     for option in (ROOT / "conf").rglob("*.yaml"):
         assert (unpacked / "harness" / "_conf" / option.relative_to(ROOT / "conf")).is_file()
     for experiment in (ROOT / "experiments").rglob("*.yaml"):
-        shipped = unpacked / "harness" / "_conf" / "experiment" / experiment.relative_to(ROOT / "experiments")
+        shipped = (
+            unpacked
+            / "harness"
+            / "_conf"
+            / "experiment"
+            / experiment.relative_to(ROOT / "experiments")
+        )
         assert shipped.is_file()
     assert list((unpacked / "harness" / "data" / "assets").glob("*.model"))
 
@@ -76,9 +93,14 @@ def test_own_configurations_beside_the_wheel(unpacked: Path, tmp_path: Path) -> 
     package = tmp_path / "site" / "own_models"
     for folder, name in ((tmp_path / "own", "in_folder"), (package / "conf", "in_package")):
         (folder / "model").mkdir(parents=True)
-        (folder / "model" / f"{name}.yaml").write_text("defaults: [llama3_tiny, _self_]\nn_layers: 6\n")
+        (folder / "model" / f"{name}.yaml").write_text(
+            "defaults: [llama3_tiny, _self_]\nn_layers: 6\n"
+        )
     (package / "__init__.py").write_text("raise RuntimeError\n")
-    typed = [f"hydra.searchpath=[{tmp_path}/own,pkg://own_models.conf]", "model=in_folder,in_package"]
+    typed = [
+        f"hydra.searchpath=[{tmp_path}/own,pkg://own_models.conf]",
+        "model=in_folder,in_package",
+    ]
     typed += ["tokenizer=none", "data=synthetic"]
     code = (
         f"sys.path.append({str(package.parent)!r}); from harness.compose.composer import compose_points; "
@@ -110,9 +132,12 @@ def test_an_install_is_small() -> None:
 def test_an_optional_package_that_is_missing_names_its_extra(
     monkeypatch: pytest.MonkeyPatch, package: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert any(
-        re.match(rf"{DISTRIBUTIONS.get(package, package)}\b", each) for each in declared[EXTRAS[package]]
+        re.match(rf"{DISTRIBUTIONS.get(package, package)}\b", each)
+        for each in declared[EXTRAS[package]]
     )
     monkeypatch.setitem(sys.modules, package, None)
     assert guarded(lambda: bool(importlib.import_module(package))) == 2

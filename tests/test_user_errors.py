@@ -83,14 +83,21 @@ def test_each_mistake_is_one_line(mistake: Mistake) -> None:
     for instead in mistake.works:
         compose_job([*right, *instead.split(" ")])
         new = [
-            override.split("=") for override in instead.split(" ") if override not in mistake.typed.split()
+            override.split("=")
+            for override in instead.split(" ")
+            if override not in mistake.typed.split()
         ]
-        assert any(contains_value(error, value) or f"{field} set" in error for field, value in new), instead
+        assert any(
+            contains_value(error, value) or f"{field} set" in error for field, value in new
+        ), instead
 
 
 @pytest.mark.parametrize("mistake", LINES, ids=lambda mistake: mistake.typed[:100])
 def test_each_command_is_refused_in_one_line(
-    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mistake: Mistake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").write_text("text\n")
     (tmp_path / "list.json").write_text("[1]")
@@ -109,7 +116,9 @@ def test_each_command_is_refused_in_one_line(
 
 def test_degrees_that_split_neither_heads_nor_sequence_are_not_named() -> None:
     assert message(["training.seq_len=100", "parallelism.tp=3"]).endswith("would work: 1, 2, 4")
-    plain = message(["training.seq_len=100", "parallelism.sequence_parallel=false", "parallelism.tp=3"])
+    plain = message(
+        ["training.seq_len=100", "parallelism.sequence_parallel=false", "parallelism.tp=3"]
+    )
     assert plain.endswith("would work: 1, 2, 4, 8, 16")
 
 
@@ -120,7 +129,10 @@ BACKWARD = "every stage and microbatch needs one B, or one I and one W"
 @pytest.mark.parametrize(
     ("rows", "rule"),
     [
-        ("0F0,0F1,0B0,0B1 1F0,1B0,1F1,1B1 2F0,2B0,2F1,2B1", "has 3 rows; needs one per pipeline rank, "),
+        (
+            "0F0,0F1,0B0,0B1 1F0,1B0,1F1,1B1 2F0,2B0,2F1,2B1",
+            "has 3 rows; needs one per pipeline rank, ",
+        ),
         ("0F0,0B0 1F0,1X0", "cell '1X0' is not <stage><F|B|I|W><microbatch>, like 0F0"),
         ("0F0,0B0 1F,1B0", "cell '1F' is not <stage>"),
         ("0F0,0B0 1F0,1SEND_B0,1B0", "cell '1SEND_B0' is not <stage>"),
@@ -142,7 +154,11 @@ BACKWARD = "every stage and microbatch needs one B, or one I and one W"
 def test_csv_schedule_malformed(rows: str, rule: str, tmp_path: Path) -> None:
     (tmp_path / "schedule.csv").write_text(rows.replace(" ", "\n"))
     typed = f"parallelism.pp_schedule_csv={tmp_path}/schedule.csv"
-    shape = ["parallelism.pp=2", f"training.global_batch_size={1 + ('F1' in rows)}", "model.n_layers=1"]
+    shape = [
+        "parallelism.pp=2",
+        f"training.global_batch_size={1 + ('F1' in rows)}",
+        "model.n_layers=1",
+    ]
     assert message([*shape, typed]).startswith(f"{typed}: {rule}")
 
 
@@ -208,7 +224,11 @@ GLOBAL = "# @package _global_\n"
             "training:\n\tsteps: 3",
             "FOLDER/experiment/mine.yaml:2:1: found character '\\t'",
         ),
-        ("experiment=mine", "name: a\nname: b", "FOLDER/experiment/mine.yaml:2:1: found duplicate key name"),
+        (
+            "experiment=mine",
+            "name: a\nname: b",
+            "FOLDER/experiment/mine.yaml:2:1: found duplicate key name",
+        ),
         ("experiment=mine", "name: \xff", "FOLDER/experiment/mine.yaml: is not YAML in UTF-8"),
         ("experiment=mine", "name: a\x07", "FOLDER/experiment/mine.yaml: is not YAML in UTF-8"),
         ("experiment=mine", "name: [a", "FOLDER/experiment/mine.yaml:"),

@@ -65,7 +65,9 @@ def _parts(value: Any) -> Iterator[Any]:
 def _full_name(value: Any) -> str:
     if isinstance(value, ModuleType):
         return value.__name__
-    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType | type) else ""
+    return (
+        f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType | type) else ""
+    )
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -109,7 +109,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.steps <= WARMUP_STEPS:
-        parser.error(f"--steps must be more than {WARMUP_STEPS}: the first {WARMUP_STEPS} are not counted")
+        parser.error(
+            f"--steps must be more than {WARMUP_STEPS}: the first {WARMUP_STEPS} are not counted"
+        )
     seconds, losses, first_ended, parameters = train(arguments.steps, compiled=arguments.compile)
     report = {
         "tokens_per_second": BATCH * SEQ_LEN / statistics.median(seconds[WARMUP_STEPS:]),

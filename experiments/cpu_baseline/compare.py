@@ -46,17 +46,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="steps of a run; the first two do not count")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="steps of a run; the first two do not count"
+    )
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--compile", action="store_true", help="compile on all sides")
-    parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.3.0")
+    parser.add_argument(
+        "--titan-python", help="interpreter of an environment with torchtitan 0.3.0"
+    )
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for number in range(arguments.rounds):
         for layout in arguments.layouts:
             sides = sides_of(layout, with_torchtitan=arguments.titan_python is not None)
             for side in sides if number % 2 == 0 else reversed(sides):
-                rows.append({"round": number, "layout": layout, "side": side, **run(side, layout, arguments)})
+                rows.append(
+                    {
+                        "round": number,
+                        "layout": layout,
+                        "side": side,
+                        **run(side, layout, arguments),
+                    }
+                )
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     out = ROOT / "runs" / "cpu_baseline"
     out.mkdir(parents=True, exist_ok=True)
@@ -64,7 +75,9 @@ def main() -> None:
     (out / name).write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     print(table(rows, arguments.layouts))
     print("\n".join(["", *against_the_best(rows, arguments.layouts)]))
-    print(f"\n{platform.machine()}, {os.cpu_count()} cores, torch {importlib.metadata.version('torch')}")
+    print(
+        f"\n{platform.machine()}, {os.cpu_count()} cores, torch {importlib.metadata.version('torch')}"
+    )
 
 
 def sides_of(layout: str, *, with_torchtitan: bool) -> list[str]:
@@ -88,7 +101,13 @@ def run_harness(layout: str, steps: int, *, compiled: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         started = time.time()  # the clock of metrics.jsonl
         command = [
-            *(sys.executable, "-m", "harness.train", "experiment=cpu_baseline/shape", *LAYOUTS[layout]),
+            *(
+                sys.executable,
+                "-m",
+                "harness.train",
+                "experiment=cpu_baseline/shape",
+                *LAYOUTS[layout],
+            ),
             *(f"training.steps={steps}", f"runs_dir={folder}", "metrics.console=none"),
             *(["compile=on"] if compiled else []),
         ]
@@ -107,7 +126,14 @@ def run_bare(steps: int, *, compiled: bool) -> dict[str, Any]:
     """One run of the bare loop, with a thread for each core."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "bare_loop.py"), "--steps", str(steps), "--output", str(output)]
+        command = [
+            sys.executable,
+            str(HERE / "bare_loop.py"),
+            "--steps",
+            str(steps),
+            "--output",
+            str(output),
+        ]
         command += ["--started", repr(time.monotonic()), *(["--compile"] if compiled else [])]
         cores = len(os.sched_getaffinity(0))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(cores)}
@@ -122,8 +148,16 @@ def run_torchtitan(layout: str, steps: int, python: str, *, compiled: bool) -> d
         output = Path(folder) / "out.json"
         script = str(HERE / "torchtitan_side.py")
         command = [sys.executable, script, "--layout", layout, "--launch", "--python", python]
-        command += ["--steps", str(steps), "--output", str(output), *(["--compile"] if compiled else [])]
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command += [
+            "--steps",
+            str(steps),
+            "--output",
+            str(output),
+            *(["--compile"] if compiled else []),
+        ]
+        subprocess.run(
+            command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         row = json.loads(output.read_text())
     return {
         "tokens_per_second": row["tokens_per_second"],
@@ -158,7 +192,9 @@ def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
                 cells += [f"{statistics.median(theirs.values()):.1f}", f"{median} ({between})"]
             lines.append(cells)
     return to_markdown(
-        Table.of_cells(["layout", "figure", "harness", *heads], lines, right=range(2, 3 + len(heads)))
+        Table.of_cells(
+            ["layout", "figure", "harness", *heads], lines, right=range(2, 3 + len(heads))
+        )
     )
 
 
@@ -167,14 +203,18 @@ def against_the_best(rows: list[dict[str, Any]], layouts: list[str]) -> list[str
     lines = []
     for layout in layouts:
         others = {side: by_round(rows, layout, side, "tokens_per_second") for side in OTHERS}
-        medians = {side: statistics.median(theirs.values()) for side, theirs in others.items() if theirs}
+        medians = {
+            side: statistics.median(theirs.values()) for side, theirs in others.items() if theirs
+        }
         if not medians:
             continue
         best = max(medians, key=medians.__getitem__)
         ours = by_round(rows, layout, "harness", "tokens_per_second")
         ratio = statistics.median(ratios_by_round(ours, others[best]))
         met = "yes" if ratio >= 1 else "no"
-        lines.append(f"{layout}: {ratio:.3f} of the best other side ({OTHERS[best]}); at least 1.0: {met}")
+        lines.append(
+            f"{layout}: {ratio:.3f} of the best other side ({OTHERS[best]}); at least 1.0: {met}"
+        )
     return lines
 
 

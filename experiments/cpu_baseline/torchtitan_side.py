@@ -59,7 +59,9 @@ class Shape:
     vocab_size: int
 
 
-CPU_SHAPE = Shape(dim=512, n_layers=8, n_heads=8, n_kv_heads=4, ffn_hidden_dim=1536, vocab_size=8192)
+CPU_SHAPE = Shape(
+    dim=512, n_layers=8, n_heads=8, n_kv_heads=4, ffn_hidden_dim=1536, vocab_size=8192
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +97,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="torchtitan's --compile.enable: blocks and loss"
     )
-    parser.add_argument("--launch", action="store_true", help="start torchrun, rather than be a rank")
+    parser.add_argument(
+        "--launch", action="store_true", help="start torchrun, rather than be a rank"
+    )
     parser.add_argument("--python", default=sys.executable, help="interpreter that --launch starts")
-    parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of a rank that --launch starts")
+    parser.add_argument(
+        "--threads", type=int, help="OMP_NUM_THREADS of a rank that --launch starts"
+    )
     arguments = parser.parse_args()
     if arguments.steps <= WARMUP_STEPS:
-        parser.error(f"--steps must be more than {WARMUP_STEPS}: the first {WARMUP_STEPS} are not counted")
+        parser.error(
+            f"--steps must be more than {WARMUP_STEPS}: the first {WARMUP_STEPS} are not counted"
+        )
     if arguments.batch % LAYOUTS[arguments.layout].fsdp:
         parser.error("--batch must be a multiple of the layout's FSDP degree")
     return arguments
@@ -192,7 +200,9 @@ def run_torchtitan_on_cpu() -> None:
     fsdp.disable_fsdp_gradient_division = disable_division_by_plain_sum
 
 
-def configuration(shape: Shape, folder: str, *, batch: int, seq_len: int, steps: int, seed: int = 0) -> Any:
+def configuration(
+    shape: Shape, folder: str, *, batch: int, seq_len: int, steps: int, seed: int = 0
+) -> Any:
     """torchtitan's ``Trainer.Config`` for a Llama of this shape and random tokens."""
     import torch
     from torch.utils.data import IterableDataset
@@ -226,7 +236,9 @@ def configuration(shape: Shape, folder: str, *, batch: int, seq_len: int, steps:
         def __init__(
             self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
         ) -> None:
-            super().__init__(RandomTokens(dp_rank), dp_rank, dp_world_size, batch_size=local_batch_size)
+            super().__init__(
+                RandomTokens(dp_rank), dp_rank, dp_world_size, batch_size=local_batch_size
+            )
 
     class NoTokenizer(BaseTokenizer):
         @dataclasses.dataclass(kw_only=True, slots=True)
@@ -244,7 +256,10 @@ def configuration(shape: Shape, folder: str, *, batch: int, seq_len: int, steps:
     spec = llama3.model_registry("debugmodel", attn_backend="flex")
     model = spec.model
     model.dim, model.vocab_size = shape.dim, shape.vocab_size
-    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = shape.vocab_size, shape.dim
+    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = (
+        shape.vocab_size,
+        shape.dim,
+    )
     model.norm.normalized_shape = shape.dim
     model.lm_head.in_features, model.lm_head.out_features = shape.dim, shape.vocab_size
     rope = ComplexRoPE.Config(dim=shape.dim // shape.n_heads, max_seq_len=seq_len, theta=500000)

@@ -53,13 +53,18 @@ def colors_of(picture: np.ndarray) -> np.ndarray:
         if value < 0.4 and saturation < 0.6:
             names[at] = "black"
         elif saturation > 0.5:
-            names[at] = min(HUES, key=lambda name: min(abs(hue - HUES[name]), 1 - abs(hue - HUES[name])))
+            names[at] = min(
+                HUES, key=lambda name: min(abs(hue - HUES[name]), 1 - abs(hue - HUES[name]))
+            )
     return names
 
 
 def largest_region(mask: np.ndarray) -> np.ndarray:
     """The largest set of neighbouring pixels of a mask."""
-    left, best = {(int(y), int(x)) for y, x in zip(*np.nonzero(mask), strict=True)}, set[tuple[int, int]]()
+    left, best = (
+        {(int(y), int(x)) for y, x in zip(*np.nonzero(mask), strict=True)},
+        set[tuple[int, int]](),
+    )
     while left:
         region, edge = set(), [left.pop()]
         while edge:
@@ -100,7 +105,9 @@ def read(picture: np.ndarray) -> list[Seen]:
             continue
         ys, xs = np.nonzero(mask)
         height, width = mask.shape
-        found.append(Seen(color, shape_of(mask), xs.mean() / width, ys.mean() / height, int(mask.sum())))
+        found.append(
+            Seen(color, shape_of(mask), xs.mean() / width, ys.mean() / height, int(mask.sum()))
+        )
     return sorted(found, key=lambda each: -each.pixels)
 
 
@@ -164,14 +171,18 @@ def pictures_of(typed: Arguments, prompts: list[str]) -> list[np.ndarray]:
             *(f"generate.options.steps={typed.steps}", f"generate.options.cfg={typed.cfg}"),
             *("generate.batch_size=70", f"ema={str(typed.ema).lower()}"),
         ]
-        result = generate(compose_job(overrides, config_name="generate", schema=GenerateJob), overrides)
+        result = generate(
+            compose_job(overrides, config_name="generate", schema=GenerateJob), overrides
+        )
         assert not isinstance(result, int)
         return [np.asarray(Image.open(each["file"])) for each in result.data["pictures"]]
 
 
 def shares(judged: list[Judged]) -> dict[str, float]:
     """Share of the pictures that follow each part of their captions."""
-    return {name: float(np.mean([getattr(each, name) for each in judged])) for name in Judged._fields}
+    return {
+        name: float(np.mean([getattr(each, name) for each in judged])) for name in Judged._fields
+    }
 
 
 def main() -> None:

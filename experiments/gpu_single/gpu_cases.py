@@ -102,7 +102,12 @@ class Case:
             *MODES[self.mode],
             *(["precision.emulate=true"] if emulated else []),
             f"activation_checkpoint={self.activation_checkpoint}",
-            *("data=synthetic", "tokenizer=bytes", "checkpoint=disabled", f"cluster.device={self.device}"),
+            *(
+                "data=synthetic",
+                "tokenizer=bytes",
+                "checkpoint=disabled",
+                f"cluster.device={self.device}",
+            ),
             *(f"training.seq_len={shape.seq_len}", f"training.global_batch_size={self.batch}"),
             *(f"training.steps={self.steps}", f"training.loss_chunks={LOSS_CHUNKS}"),
             *(f"metrics.warmup_steps={WARMUP_STEPS}", f"metrics.log_interval={self.steps}"),
@@ -179,7 +184,15 @@ Row = dict[str, Any]
 SIDES = ("harness", "torchtitan")
 TORCHTITAN = "torchtitan.tokens_per_second_per_rank"
 HEADER = (
-    *("shape", "layers", "activation checkpoint", "mode", "tokens/s (range)", "MFU", "MFU, causal half"),
+    *(
+        "shape",
+        "layers",
+        "activation checkpoint",
+        "mode",
+        "tokens/s (range)",
+        "MFU",
+        "MFU, causal half",
+    ),
     *(
         "peak GiB",
         "s to step 1",
@@ -209,17 +222,25 @@ def render(facts: Row, rows: Sequence[Row]) -> str:
         f"MFU is against bfloat16 in every mode: {'; '.join(origins) or 'nothing ran'}.",
     ]
     lines += [*versions_in_words(rows), *targets_in_words(facts, best), ""]
-    lines += [f"{row_name(row)}: {row['failed']}: {row.get('message', '')}" for row in failures(rows)]
+    lines += [
+        f"{row_name(row)}: {row['failed']}: {row.get('message', '')}" for row in failures(rows)
+    ]
     return "\n".join(lines).rstrip()
 
 
 def about(facts: Row) -> str:
     packages = ", ".join(f"{name} {value}" for name, value in facts["versions"].items() if value)
     platform = (
-        f"CUDA {facts['cuda']}" if facts["cuda"] else f"HIP {facts['hip']}" if facts["hip"] else "no GPU"
+        f"CUDA {facts['cuda']}"
+        if facts["cuda"]
+        else f"HIP {facts['hip']}"
+        if facts["hip"]
+        else "no GPU"
     )
     commit = (
-        f"commit {facts['commit'][:10]}{' and changes' if facts['dirty'] else ''}" if facts["commit"] else ""
+        f"commit {facts['commit'][:10]}{' and changes' if facts['dirty'] else ''}"
+        if facts["commit"]
+        else ""
     )
     return (
         f"{facts['device']}, {facts['memory'] / GIB:.1f} GiB, {platform}; {packages}; {commit}; "
@@ -253,7 +274,9 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     for key in keys:
         group = [row for row in rows if (row["shape"], row["activation_checkpoint"]) == key]
         last = group[-1]["n_layers"]
-        groups.append([row for row in group if row["n_layers"] == last or row.get("failed") == "refused"])
+        groups.append(
+            [row for row in group if row["n_layers"] == last or row.get("failed") == "refused"]
+        )
     return groups
 
 
@@ -306,21 +329,27 @@ def line_of(group: Sequence[Row], mode: str) -> tuple[list[str], dict[str, float
 def judged(target: str, figure: float) -> str:
     """Format the best value for a target, and whether it is enough."""
     wanted = getattr(Targets(), target)
-    shown = {"mfu": f"MFU {figure:.1%} of {wanted:.0%}"}.get(target, f"{target} {figure:.3f} of {wanted:.2f}")
+    shown = {"mfu": f"MFU {figure:.1%} of {wanted:.0%}"}.get(
+        target, f"{target} {figure:.3f} of {wanted:.2f}"
+    )
     return f"{shown}: {'yes' if figure >= wanted else 'no'}"
 
 
 def targets_in_words(facts: Row, best: dict[str, float]) -> list[str]:
     targets = Targets()
     here = "" if targets.device in facts["device"] else f" (this is a {facts['device']})"
-    lines = [f"Targets, stated for an {targets.device} at the {TARGET_SHAPE} shape{here}, by the best row:"]
+    lines = [
+        f"Targets, stated for an {targets.device} at the {TARGET_SHAPE} shape{here}, by the best row:"
+    ]
     wanted = {
         "mfu": f"{BASELINE} at least {targets.mfu:.0%} MFU",
         "float8": f"float8 at least {targets.float8} x {BASELINE}",
         "torchtitan": f"at least {targets.torchtitan} x torchtitan's tokens/s",
     }
     for target, words in wanted.items():
-        lines.append(f"- {words}: {judged(target, best[target]) if target in best else 'not measured'}")
+        lines.append(
+            f"- {words}: {judged(target, best[target]) if target in best else 'not measured'}"
+        )
     return lines
 
 
@@ -368,7 +397,11 @@ def report_rows(facts: Row, rows: Sequence[Row]) -> list[Row]:
         group = (row["shape"], row["activation_checkpoint"])
         if row.get("failed") == "refused" or row["n_layers"] == last[group]:
             cases.setdefault((*group, row["mode"]), []).append(row)
-    return [_of_case(each, facts) for each in cases.values() if any(row["side"] == "harness" for row in each)]
+    return [
+        _of_case(each, facts)
+        for each in cases.values()
+        if any(row["side"] == "harness" for row in each)
+    ]
 
 
 def _of_case(rows: Sequence[Row], facts: Row) -> Row:
@@ -393,7 +426,12 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
     if failed:
         failure = failed[0]
         state = "skipped" if failure["failed"] in ("refused", "does not fit") else "failed"
-        return {**row, "state": state, "kind": failure["failed"], "reason": failure.get("message", "")}
+        return {
+            **row,
+            "state": state,
+            "kind": failure["failed"],
+            "reason": failure.get("message", ""),
+        }
     rates = [each["tokens_per_second"] for each in ours]
     peak = peak_of(facts["device"], "bfloat16")
     row |= {"peak_flops": peak.flops, "peak_origin": peak.origin, "rounds": len(rates)}
@@ -421,6 +459,13 @@ def _described(overrides: list[str] | None, device: str) -> Row:
     accelerator = find_accelerator(device)
     if "cluster.device=cuda" in overrides:
         overrides = [*overrides, "cluster=slurm"]
-        overrides += [f"cluster.accelerator='{accelerator.name}'"] if accelerator is not None else []
+        overrides += (
+            [f"cluster.accelerator='{accelerator.name}'"] if accelerator is not None else []
+        )
     job = compose_job(overrides)
-    return {"id": job.id, "numerics_id": job.numerics_id, "name": job.name, **flatten({"job": job.to_dict()})}
+    return {
+        "id": job.id,
+        "numerics_id": job.numerics_id,
+        "name": job.name,
+        **flatten({"job": job.to_dict()}),
+    }

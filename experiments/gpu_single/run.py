@@ -51,7 +51,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--shapes", nargs="+", choices=list(cases.SHAPES), default=list(cases.DEFAULT_SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(cases.SHAPES), default=list(cases.DEFAULT_SHAPES)
+    )
     parser.add_argument("--modes", nargs="+", choices=list(cases.MODES), default=list(cases.MODES))
     parser.add_argument(
         "--activation-checkpoint",
@@ -61,18 +63,27 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--steps", type=int, default=20, help=f"of a run; the first {cases.WARMUP_STEPS} do not count"
+        "--steps",
+        type=int,
+        default=20,
+        help=f"of a run; the first {cases.WARMUP_STEPS} do not count",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a step")
     parser.add_argument("--memory", type=float, help="GiB to plan for, instead of the device's")
     parser.add_argument(
         "--layers", type=int, help="layers of shapes that are cut, instead of the number that fits"
     )
-    parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.3.0")
+    parser.add_argument(
+        "--titan-python", help="interpreter of an environment with torchtitan 0.3.0"
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_single")
-    parser.add_argument("--dry-run", action="store_true", help="list what would run, and run nothing")
-    parser.add_argument("--render", type=Path, help="print the table of a folder of rows, and run nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list what would run, and run nothing"
+    )
+    parser.add_argument(
+        "--render", type=Path, help="print the table of a folder of rows, and run nothing"
+    )
     arguments = parser.parse_args(words)
     if arguments.steps <= cases.WARMUP_STEPS:
         parser.error(f"--steps must be more than {cases.WARMUP_STEPS}, which do not count")
@@ -112,14 +123,21 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "machine.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    arguments.elsewhere = arguments.dry_run and arguments.device != "cpu" and found["device"] is None
+    arguments.elsewhere = (
+        arguments.dry_run and arguments.device != "cpu" and found["device"] is None
+    )
     if arguments.elsewhere and not arguments.memory:
         raise SystemExit("--dry-run without a GPU needs --memory, the GiB of the GPU to plan for")
     if arguments.device == "cuda" and found["device"] is None and not arguments.elsewhere:
-        raise SystemExit("torch sees no GPU here; --device cpu --shapes tiny tries the command without one")
+        raise SystemExit(
+            "torch sees no GPU here; --device cpu --shapes tiny tries the command without one"
+        )
     if found["device"] is None and not arguments.elsewhere:
         arguments.device = "cpu"
-        found |= {"device": "CPU", "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+        found |= {
+            "device": "CPU",
+            "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        }
     else:
         arguments.device = "cuda"
     if arguments.memory:
@@ -150,7 +168,9 @@ def layers_to_begin_with(arguments: argparse.Namespace, facts: Row, case: cases.
     return None if needed <= facts["memory"] else 0
 
 
-def measure_group(arguments: argparse.Namespace, facts: Row, shape: str, checkpointing: str) -> Iterator[Row]:
+def measure_group(
+    arguments: argparse.Namespace, facts: Row, shape: str, checkpointing: str
+) -> Iterator[Row]:
     """All modes of a shape under one way of activation checkpointing, on both sides, in turn.
 
     Yields:
@@ -189,11 +209,16 @@ def measure_group(arguments: argparse.Namespace, facts: Row, shape: str, checkpo
         n_layers //= 2
 
 
-def run_rounds(arguments: argparse.Namespace, facts: Row, sized: dict[str, cases.Case]) -> Iterator[Row]:
+def run_rounds(
+    arguments: argparse.Namespace, facts: Row, sized: dict[str, cases.Case]
+) -> Iterator[Row]:
     """A row for each run; what has failed is not run again."""
     sides = ["harness", "torchtitan"] if arguments.titan_python else ["harness"]
     pairs = [
-        (mode, side) for mode in sized for side in sides if side == "harness" or mode in cases.TITAN_MODES
+        (mode, side)
+        for mode in sized
+        for side in sides
+        if side == "harness" or mode in cases.TITAN_MODES
     ]
     failed: set[tuple[str, str]] = set()
     for number in range(arguments.rounds):
@@ -228,7 +253,11 @@ def run_harness(arguments: argparse.Namespace, case: cases.Case) -> Row:
         failure = run_process(command, arguments.timeout, case.device)
         results = list(Path(folder).glob("*/[0-9a-f]*/result.json"))
         if not results:
-            return {"failed": "unknown", "message": failure or "left no row", "overrides": overrides[:-1]}
+            return {
+                "failed": "unknown",
+                "message": failure or "left no row",
+                "overrides": overrides[:-1],
+            }
         result = json.loads(results[0].read_text())
     if result["exit_reason"] != "completed":
         told = {
@@ -291,7 +320,9 @@ def run_process(command: list[str], timeout: float, device: str) -> str:
     return lines[-1] if done.returncode else ""
 
 
-def dry_lines(arguments: argparse.Namespace, facts: Row, shape: str, checkpointing: str) -> list[str]:
+def dry_lines(
+    arguments: argparse.Namespace, facts: Row, shape: str, checkpointing: str
+) -> list[str]:
     """What a group would run, in words."""
     lines = []
     for mode in arguments.modes:
@@ -307,9 +338,13 @@ def dry_lines(arguments: argparse.Namespace, facts: Row, shape: str, checkpointi
         needed = cases.estimated_bytes(job, whole_logits=False) / GIB
         size = f"{job.model.n_layers} layers, about {needed:.1f} of {facts['memory'] / GIB:.1f} GiB"
         left_out = "; would be left out" if n_layers == 0 else ""
-        lines.append(f"{shape}, {checkpointing}, {mode}: {size}{left_out}\n  {' '.join(case.overrides())}")
+        lines.append(
+            f"{shape}, {checkpointing}, {mode}: {size}{left_out}\n  {' '.join(case.overrides())}"
+        )
         if arguments.titan_python and mode in cases.TITAN_MODES:
-            lines.append(f"  torchtitan: {shlex.join(titan_command(arguments, case, Path('out.json')))}")
+            lines.append(
+                f"  torchtitan: {shlex.join(titan_command(arguments, case, Path('out.json')))}"
+            )
     return lines
 
 

@@ -32,14 +32,18 @@ PRECISIONS = {"bf16": None, "float8_rowwise": "rowwise"}
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measures torchtitan's training speed on one device.")
+    parser = argparse.ArgumentParser(
+        description="Measures torchtitan's training speed on one device."
+    )
     parser.add_argument("--model", required=True, help="JSON: dim, n_layers, n_heads, ...")
     parser.add_argument("--seq-len", type=int, required=True)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup-steps", type=int, default=5)
     parser.add_argument("--precision", choices=sorted(PRECISIONS), default="bf16")
-    parser.add_argument("--activation-checkpoint", choices=("none", "selective_op", "full"), default="none")
+    parser.add_argument(
+        "--activation-checkpoint", choices=("none", "selective_op", "full"), default="none"
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, required=True, help="JSON file that is written")
@@ -103,7 +107,9 @@ def measured_trainer(arguments: argparse.Namespace, report: dict[str, Any]) -> t
     def peak_memory_gib() -> float:
         if arguments.device == "cuda":
             return torch.cuda.max_memory_reserved() / 2**30
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
+        )
         assert found is not None
         return int(found[1]) / 2**20
 
@@ -121,7 +127,10 @@ def main() -> None:
         run_torchtitan_on_cpu()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run(measured_trainer(arguments, report), measured_configuration(arguments, shape, folder))
+            run(
+                measured_trainer(arguments, report),
+                measured_configuration(arguments, shape, folder),
+            )
         except Exception as error:
             memory = "OutOfMemory" in type(error).__name__ or "out of memory" in str(error)
             report["failed"] = "out_of_memory" if memory else type(error).__name__

@@ -206,10 +206,16 @@ def _measurements(job: Job, rows: Sequence[Row]) -> list[Row]:
     found: dict[str, Row] = {}
     for row in rows:
         measured = job_of(row)
-        if measured is None or workload(measured) != wanted or row["state"] in ("planned", "pending"):
+        if (
+            measured is None
+            or workload(measured) != wanted
+            or row["state"] in ("planned", "pending")
+        ):
             continue
         device = row.get("device") or ""
-        if device not in found or (found[device]["state"] != "completed" and row["state"] == "completed"):
+        if device not in found or (
+            found[device]["state"] != "completed" and row["state"] == "completed"
+        ):
             found[device] = row
     completed = [row for row in found.values() if row["state"] == "completed"]
     return completed or list(found.values())[:1]
@@ -233,12 +239,18 @@ def _measured_on(row: Row) -> str:
 
 
 def _joined(
-    row: Row, job: Job, published: Published, rehearsed: float | None, calibration: Calibration | None
+    row: Row,
+    job: Job,
+    published: Published,
+    rehearsed: float | None,
+    calibration: Calibration | None,
 ) -> Row:
     """Add published, predicted, rehearsed and expected values, and their deltas, to a row."""
     of_table = ClusterConfig(accelerator=published.accelerator)
     values: dict[str, Row] = {
-        "predicted": predicted(job, of_table, Calibration(Constants(), software=published.software)),
+        "predicted": predicted(
+            job, of_table, Calibration(Constants(), software=published.software)
+        ),
         "published": {
             RATE: published.tokens_per_second_per_rank,
             MEMORY: published.memory_gib,
@@ -269,7 +281,9 @@ def effects(table: PublishedTable) -> list[Effect]:
     found = []
     for (before, first), (after, second) in combinations(table.once, 2):
         changed = [
-            name for name in Recipe.__dataclass_fields__ if getattr(before, name) != getattr(after, name)
+            name
+            for name in Recipe.__dataclass_fields__
+            if getattr(before, name) != getattr(after, name)
         ]
         if len(changed) != 1 or changed[0] not in ASKED:
             continue
@@ -283,7 +297,9 @@ def effects(table: PublishedTable) -> list[Effect]:
     return found
 
 
-def report(tables: Sequence[PublishedTable], folder: Path, calibration: Calibration | None) -> Document:
+def report(
+    tables: Sequence[PublishedTable], folder: Path, calibration: Calibration | None
+) -> Document:
     """Report on the tables, and write the pictures into ``folder``."""
     found = [effect for table in tables for effect in effects(table)]
     blocks: list[Block] = [_errors(tables, found)]
@@ -291,7 +307,9 @@ def report(tables: Sequence[PublishedTable], folder: Path, calibration: Calibrat
     for effect in found:
         line = {"point": effect.table.words, "what": effect.what, "right": effect.is_right}
         lines.append({**line, "published": effect.published, "predicted": effect.predicted})
-    blocks.append(Table(_EFFECTS, lines, "Effects", ["Rows of a table that differ in one thing only."]))
+    blocks.append(
+        Table(_EFFECTS, lines, "Effects", ["Rows of a table that differ in one thing only."])
+    )
     for table in tables:
         source = table.rows[0]["published.source"]
         command = f"harness train -m experiment=llama3_h100/{table.name} cluster=slurm_h100"
@@ -319,19 +337,27 @@ def _errors(tables: Sequence[PublishedTable], found: Sequence[Effect]) -> Table:
             if known := errors_of(rows, f"delta.{key}"):
                 line |= {f"{what}_median": statistics.median(known), f"{what}_worst": max(known)}
         names = {table.name for table in group}
-        judged = [each.is_right for each in found if each.table.name in names and each.is_right is not None]
+        judged = [
+            each.is_right
+            for each in found
+            if each.table.name in names and each.is_right is not None
+        ]
         line["order"] = f"{sum(judged)} of {len(judged)}" if judged else None
         lines.append(line)
     text = "Predicted against published, for the machine of the tables. Errors here have no sign."
     return Table(_ERRORS, lines, "Errors", [text], "all")
 
 
-def _summary(tables: Sequence[PublishedTable], rows: Sequence[Row], found: Sequence[Effect]) -> list[str]:
+def _summary(
+    tables: Sequence[PublishedTable], rows: Sequence[Row], found: Sequence[Effect]
+) -> list[str]:
     once = [row for table in tables for _, row in table.once]
     measured = [row for row in rows if row["state"] == "completed"]
     count = len({(row["table"], row["point"]) for row in measured})
     judged = [effect for effect in found if effect.is_right is not None]
-    wrong = [f"{each.table.words} {each.what.partition(':')[0]}" for each in judged if not each.is_right]
+    wrong = [
+        f"{each.table.words} {each.what.partition(':')[0]}" for each in judged if not each.is_right
+    ]
     of_effects = f"{len(judged) - len(wrong)} of {len(judged)}" if judged else ""
     if wrong:
         of_effects += f"; wrong: {', '.join(wrong)}"
@@ -340,8 +366,14 @@ def _summary(tables: Sequence[PublishedTable], rows: Sequence[Row], found: Seque
         ("Predicted memory against published", errors_in_words(once, f"delta.{MEMORY}")),
         ("Rehearsed memory against published", errors_in_words(once, f"delta.rehearsed.{MEMORY}")),
         ("Effects of one change with the right sign", of_effects),
-        ("Predicted throughput against measured", errors_in_words(measured, f"delta.expected.{RATE}")),
-        ("Predicted memory against measured", errors_in_words(measured, f"delta.expected.{MEMORY}")),
+        (
+            "Predicted throughput against measured",
+            errors_in_words(measured, f"delta.expected.{RATE}"),
+        ),
+        (
+            "Predicted memory against measured",
+            errors_in_words(measured, f"delta.expected.{MEMORY}"),
+        ),
     )
     lines = [f"{plural(len(once), 'published row')}, {count} of them measured."]
     lines += [f"{what}: {words}." for what, words in compared if words]
@@ -357,34 +389,52 @@ def rehearse_missing() -> None:
                 continue
             found[point.job.id] = _rehearse(point, published.accelerator)
             write_atomically(REHEARSED, f"{json.dumps(found, indent=1, sort_keys=True)}\n".encode())
-            print(f"rehearsed {' '.join(point.overrides)}: {found[point.job.id]['memory_gib']:.1f} GiB")
+            print(
+                f"rehearsed {' '.join(point.overrides)}: {found[point.job.id]['memory_gib']:.1f} GiB"
+            )
 
 
 def _rehearse(point: Composed, accelerator: str) -> dict[str, Any]:
-    hardware = ["cluster=slurm_h100", f"cluster.accelerator={accelerator}", "checkpoint.enable=false"]
+    hardware = [
+        "cluster=slurm_h100",
+        f"cluster.accelerator={accelerator}",
+        "checkpoint.enable=false",
+    ]
     typed = [*point.overrides, *hardware, "rehearse=true"]
     ranks = plan(compose_job(typed, config_name="plan", schema=PlanJob), typed).data["rehearsed"]
     for rank in ranks:
         if rank["failure"] is not None:
             what = f"{rank['failure']['kind']}: {rank['failure']['message']}"
-            raise UserError(f"{' '.join(typed)}: rank {rank['rank']} could not be rehearsed: {what}")
+            raise UserError(
+                f"{' '.join(typed)}: rank {rank['rank']} could not be rehearsed: {what}"
+            )
     most = max(ranks, key=lambda rank: rank["memory"]["reserved"])
     memory_gib = round(most["memory"]["reserved"] / GIB, 2)
     return {"memory_gib": memory_gib, "rank": most["rank"], "torch": version("torch")}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Published, predicted and measured results side by side.")
+    parser = argparse.ArgumentParser(
+        description="Published, predicted and measured results side by side."
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="output folder; default: this one")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs; default: runs/")
-    parser.add_argument("--calibration", type=Path, help="calibration file of the machine that measured")
-    parser.add_argument("--rehearse", action="store_true", help="rehearse jobs that were not, without a GPU")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="folder of the runs; default: runs/"
+    )
+    parser.add_argument(
+        "--calibration", type=Path, help="calibration file of the machine that measured"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="rehearse jobs that were not, without a GPU"
+    )
     given = parser.parse_args()
     if given.rehearse:
         rehearse_missing()
     calibration = calibration_of(FOLDER, given.calibration)
     tables = all_tables(given.runs, calibration)
-    ended = [row for table in tables for row in table.rows if row["state"] in ("completed", "failed")]
+    ended = [
+        row for table in tables for row in table.rows if row["state"] in ("completed", "failed")
+    ]
     if ended:
         given.out.mkdir(parents=True, exist_ok=True)
         keep(given.out, ended)

@@ -79,7 +79,9 @@ def read() -> list[Published]:
             try:
                 rows.append(_row(raw))
             except (KeyError, ValueError) as error:
-                raise UserError(f"{FILE}: line {number}: {type(error).__name__}: {error}") from error
+                raise UserError(
+                    f"{FILE}: line {number}: {type(error).__name__}: {error}"
+                ) from error
     return rows
 
 
@@ -100,7 +102,9 @@ def tables() -> dict[str, list[tuple[Composed, Published]]]:
             if point.job is None:
                 raise UserError(f"{table}.yaml: {' '.join(point.overrides)}: {point.reason}")
         if [find(point.job, rows) for point in points] != rows:
-            raise UserError(f"{table}.yaml: its points do not match the published rows of {table} one to one")
+            raise UserError(
+                f"{table}.yaml: its points do not match the published rows of {table} one to one"
+            )
         found[table] = list(zip(points, rows, strict=True))
     return found
 
@@ -115,7 +119,9 @@ def jobs() -> list[tuple[Published, Job]]:
 
 
 def _row(raw: dict[str, str]) -> Published:
-    degrees = {name: int(degree) for name, degree in re.findall(r"([A-Z]+)(\d+)", raw["parallel_layout"])}
+    degrees = {
+        name: int(degree) for name, degree in re.findall(r"([A-Z]+)(\d+)", raw["parallel_layout"])
+    }
     recipe = Recipe(
         model=_MODELS[raw["model"]],
         ranks=int(raw["num_gpus"]),

@@ -37,9 +37,20 @@ from harness.weights import huggingface
 
 TURNS = 3
 JOB = [
-    *("model=llama3_debug", "model.dim=768", "model.n_layers=12", "model.n_heads=12", "model.n_kv_heads=12"),
+    *(
+        "model=llama3_debug",
+        "model.dim=768",
+        "model.n_layers=12",
+        "model.n_heads=12",
+        "model.n_kv_heads=12",
+    ),
     *("model.ffn_hidden_dim=2048", "model.vocab_size=32000", "data=synthetic", "tokenizer=bytes"),
-    *("training.seq_len=128", "training.global_batch_size=8", "training.steps=1000", "cluster.device=cpu"),
+    *(
+        "training.seq_len=128",
+        "training.global_batch_size=8",
+        "training.steps=1000",
+        "cluster.device=cpu",
+    ),
     *("parallelism=fsdp", "metrics.console=none", "checkpoint.keep_latest_k=0"),
 ]
 
@@ -66,7 +77,10 @@ def measure(job_json: str, folder: str, rounds: int) -> tuple[float, list[dict[s
 
     def load() -> None:
         own = with_value(job, "checkpoint.folder", str(root / "disabled"))
-        assert CheckpointLoader(own, root, engine, loader, together, huggingface).start().path is not None
+        assert (
+            CheckpointLoader(own, root, engine, loader, together, huggingface).start().path
+            is not None
+        )
 
     def emptied() -> None:
         dist.barrier()
@@ -116,12 +130,17 @@ def measure(job_json: str, folder: str, rounds: int) -> tuple[float, list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that warms up")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds, after one that warms up"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
     typed = parser.parse_args()
     job = compose_job([*JOB, f"parallelism.dp_shard={typed.ranks}"]).to_json()
-    with tempfile.TemporaryDirectory(dir=typed.folder) as folder, RankPool(typed.ranks, 3600) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=typed.folder) as folder,
+        RankPool(typed.ranks, 3600) as pool,
+    ):
         of_ranks = pool.run(typed.ranks, measure, job, folder, typed.rounds + 1)
     size = sum(own for own, _ in of_ranks)
     rounds = [

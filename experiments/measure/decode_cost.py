@@ -38,7 +38,12 @@ def main() -> None:
     if cuda_version() is not None and CONTROLLER not in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], environment(library()))
     device = "auto" if CONTROLLER in os.environ else "cpu"
-    typed = ["checkpoint=none", "tokenizer=bytes", f"cluster.device={device}", "generate.stop_at_end=false"]
+    typed = [
+        "checkpoint=none",
+        "tokenizer=bytes",
+        f"cluster.device={device}",
+        "generate.stop_at_end=false",
+    ]
     job = compose_job([*typed, *sys.argv[1:]], config_name="generate", schema=GenerateJob)
     with ExitStack() as stack:
         found = measure(with_value(job, "training.seq_len", PROMPT + MORE), stack)
@@ -88,7 +93,9 @@ def measure(job: GenerateJob, stack: ExitStack) -> dict[str, Any]:
         counts.append(Counter() if gpu is None else counted(gpu.calls()))
     counts[2].subtract(counts[1])
     found = {"cpu_ms": round((seconds[2] - seconds[1]) / (MORE - FEW) * 1e3, 2)}
-    found |= {name: round(count / (MORE - FEW), 2) for name, count in sorted(counts[2].items()) if count}
+    found |= {
+        name: round(count / (MORE - FEW), 2) for name, count in sorted(counts[2].items()) if count
+    }
     if gpu is not None:
         found["allocated"] = round(torch.cuda.memory_stats()["allocated_bytes.all.peak"] / GIB, 2)
     return found

@@ -34,7 +34,14 @@ from harness.config.job import Job
 from harness.model.accounting import account
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.evidence import class_of
-from harness.tools.plan.make import FITTED, START, descend, make_plan, predicted_rate, scale_constants
+from harness.tools.plan.make import (
+    FITTED,
+    START,
+    descend,
+    make_plan,
+    predicted_rate,
+    scale_constants,
+)
 from harness.tools.plan.plan import Plan
 from harness.tools.report.predictions import spearman
 from harness.util.words import GIB
@@ -87,7 +94,11 @@ def plan_all(raws: Iterable[dict[str, str]]) -> list[Row]:
     for raw in raws:
         calibration = Calibration(Constants(), software=software_of(raw))
         rows.append(
-            Row(raw, make_plan(composer.job(shlex.split(raw["overrides"])), calibration), calibration)
+            Row(
+                raw,
+                make_plan(composer.job(shlex.split(raw["overrides"])), calibration),
+                calibration,
+            )
         )
     return rows
 
@@ -120,7 +131,9 @@ class Response:
     def miss(self, logs: dict[str, float]) -> float:
         """The logarithm, if the constants are moved by ``logs``."""
         moved = ((logs.get(name, 0.0), terms) for name, terms in self.terms.items())
-        return self.at_start + sum(slope * log + curvature * log**2 for log, (slope, curvature) in moved)
+        return self.at_start + sum(
+            slope * log + curvature * log**2 for log, (slope, curvature) in moved
+        )
 
 
 def respond(row: Row, source: str) -> Response:
@@ -152,7 +165,9 @@ def fit(responses: Iterable[Response]) -> dict[str, float]:
         by_source[each.source].append(each)
 
     def cost_of(logs: dict[str, float]) -> float:
-        misses = (statistics.mean(abs(each.miss(logs)) for each in own) for own in by_source.values())
+        misses = (
+            statistics.mean(abs(each.miss(logs)) for each in own) for own in by_source.values()
+        )
         return sum(misses) / NOISE + sum(log**2 for log in logs.values()) / PRIOR**2
 
     return descend(cost_of, HELD_FITTED)
@@ -172,7 +187,9 @@ def sources_of(rows: Sequence[Row]) -> dict[str, str]:
 def hold_out(rows: Sequence[Row]) -> tuple[list[Held], list[Response]]:
     """Return all rows planned without their source, and the responses of those with a throughput."""
     sources = sources_of(rows)
-    responses = [respond(row, sources[row.raw["table"]]) for row in rows if row.published is not None]
+    responses = [
+        respond(row, sources[row.raw["table"]]) for row in rows if row.published is not None
+    ]
     held = []
     for source in dict.fromkeys(sources.values()):
         logs = fit(each for each in responses if each.source != source)
@@ -205,7 +222,9 @@ def _layout(job: Job) -> str:
     degrees = " ".join(f"{axis}{degree}" for axis, degree in layout.degrees.items() if degree > 1)
     experts = f" ep{layout.ep}" if layout.ep > 1 else ""
     stages = f"{layout.pp_layers_per_stage or ''} layers"
-    schedule = f" {layout.pp_schedule} {stages} x {layout.pp_microbatch_size}" if layout.pp > 1 else ""
+    schedule = (
+        f" {layout.pp_schedule} {stages} x {layout.pp_microbatch_size}" if layout.pp > 1 else ""
+    )
     mode = job.activation_checkpoint.mode
     return f"{degrees}{experts}{schedule}, {job.local_batch_size} at once, {mode}"
 
@@ -225,7 +244,9 @@ def write(held: Sequence[Held]) -> None:
         writer.writerow(names)
         for row in held:
             values = [getattr(row, name) for name in names]
-            writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])
+            writer.writerow(
+                [f"{value:.6g}" if isinstance(value, float) else value for value in values]
+            )
 
 
 def report(held: Sequence[Held]) -> str:
@@ -251,7 +272,9 @@ def report(held: Sequence[Held]) -> str:
     lines += [f"| all mixtures of experts | {_figures(mixtures)} | |"]
     lines += [f"| all | {_figures(held)} | {found.rows:.0%} |", "", f"All: {_tail(held)}."]
     sure = [row for row in held if not row.doubt]
-    lines.append(f"Without the {len(held) - len(sure)} rows that are in doubt (rows.csv): {_tail(sure)}.")
+    lines.append(
+        f"Without the {len(held) - len(sure)} rows that are in doubt (rows.csv): {_tail(sure)}."
+    )
     right = sum(round(order, 2) >= 0.8 for order in orders)
     lines.append(f"Order of at least 0.8 in {right} of {len(orders)} tables.")
     memory = [row.memory for row in held if row.memory is not None]
@@ -260,7 +283,9 @@ def report(held: Sequence[Held]) -> str:
     both = _inside(found), _inside(held_rows.coverage(held, MEMORY))
     lines.append(f"In the band: throughput {both[0]}; memory {both[1]}.")
     left_out = sum(bool(row.published_gib and row.inexpressible) for row in held)
-    lines.append(f"Left out: {left_out} rows whose memory no options of the harness express (rows.csv).")
+    lines.append(
+        f"Left out: {left_out} rows whose memory no options of the harness express (rows.csv)."
+    )
     off = held_rows.resolution(held)
     lines.append(
         f"Against each other, {off.pairs} pairs of layouts of {off.tables} tables are off by at most "

@@ -70,7 +70,8 @@ def read(path: Path = FILE) -> list[Held]:
     """Return the rows of held_out.csv."""
     with path.open(newline="") as file:
         return [
-            Held(**{name: _value(name, text) for name, text in raw.items()}) for raw in csv.DictReader(file)
+            Held(**{name: _value(name, text) for name, text in raw.items()})
+            for raw in csv.DictReader(file)
         ]
 
 
@@ -96,7 +97,9 @@ def evidence(rows: Sequence[Held], kind: Kind) -> dict[str, Evidence]:
         own = [row for row in known if class_of(row) == name]
         sources = len({row.source for row in own})
         low, high = _band(known, name, kind)
-        found[name] = Evidence(len(own), sources, round(low, 2), round(high, 2), pooled=sources < FEWEST)
+        found[name] = Evidence(
+            len(own), sources, round(low, 2), round(high, 2), pooled=sources < FEWEST
+        )
     return found
 
 
@@ -105,12 +108,17 @@ def _band(known: Sequence[Held], name: str, kind: Kind) -> tuple[float, float]:
     error, class_of = kind
 
     def of(rows: Sequence[Held]) -> tuple[float, float]:
-        return predicted([1 / (1 + (error(row) or 0.0)) for row in rows], [row.source for row in rows])
+        return predicted(
+            [1 / (1 + (error(row) or 0.0)) for row in rows], [row.source for row in rows]
+        )
 
     alike = (
-        [row for row in known if class_of(row).endswith(end)] for end in (name, name.partition(" on ")[2])
+        [row for row in known if class_of(row).endswith(end)]
+        for end in (name, name.partition(" on ")[2])
     )
-    own, hardware = (of(rows) if len({row.source for row in rows}) >= FEWEST else None for rows in alike)
+    own, hardware = (
+        of(rows) if len({row.source for row in rows}) >= FEWEST else None for rows in alike
+    )
     if own is not None:
         return own
     bands = [of(known), *([hardware] if hardware is not None else [])]
@@ -151,7 +159,9 @@ def student(share: float, degrees: float) -> float:
         inside = sum((4 if i % 2 else 2) * density(i * step) for i in range(1, pieces))
         return (density(0.0) + inside + density(end)) * step / 3
 
-    whole = math.sqrt(math.pi) * math.exp(math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2)) / 2
+    whole = (
+        math.sqrt(math.pi) * math.exp(math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2)) / 2
+    )
     low, high = 0.0, math.pi / 2
     for _ in range(40):
         middle = (low + high) / 2
@@ -176,13 +186,16 @@ def coverage(rows: Sequence[Held], kind: Kind) -> Coverage:
     known = [row for row in rows if error(row) is not None]
     inside = []
     for row in known:
-        low, high = _band([other for other in known if other.source != row.source], class_of(row), kind)
+        low, high = _band(
+            [other for other in known if other.source != row.source], class_of(row), kind
+        )
         inside.append(low <= 1 / (1 + (error(row) or 0.0)) <= high)
 
     def shares(keys: Sequence[str]) -> dict[str, float]:
         pairs = list(zip(keys, inside, strict=True))
         return {
-            name: statistics.fmean(hit for key, hit in pairs if key == name) for name in sorted(set(keys))
+            name: statistics.fmean(hit for key, hit in pairs if key == name)
+            for name in sorted(set(keys))
         }
 
     sources = shares([row.source for row in known])

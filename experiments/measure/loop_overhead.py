@@ -41,14 +41,22 @@ WARMUP = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help=f"steps; the first {WARMUP} do not count")
-    parser.add_argument("overrides", nargs="*", help="what is to be different from the job of 100 ms a step")
+    parser.add_argument(
+        "--steps", type=int, default=60, help=f"steps; the first {WARMUP} do not count"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", help="what is to be different from the job of 100 ms a step"
+    )
     typed = parser.parse_args()
     if typed.steps <= WARMUP:
         parser.error(f"--steps must be more than {WARMUP}: the first {WARMUP} are not counted")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text("What the loop costs beside the training. " * 5000)
-        data = [f"data.paths=[{folder}/*.txt]", f"data.cache_dir={folder}", f"runs_dir={folder}/runs"]
+        data = [
+            f"data.paths=[{folder}/*.txt]",
+            f"data.cache_dir={folder}",
+            f"runs_dir={folder}/runs",
+        ]
         rows = measure([*JOB, f"training.steps={typed.steps}", *data, *typed.overrides])[WARMUP:]
     shares = sorted(1 - (inside + clipping) / seconds for seconds, inside, clipping in rows)
     median, ninth = statistics.median(shares), shares[int(0.9 * (len(shares) - 1))]

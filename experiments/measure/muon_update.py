@@ -40,7 +40,9 @@ def parameters_of(specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
     return made
 
 
-def ours(config: OptimizerConfig, specs: dict[str, TensorSpec], **fields: Any) -> Callable[[], None]:
+def ours(
+    config: OptimizerConfig, specs: dict[str, TensorSpec], **fields: Any
+) -> Callable[[], None]:
     """Return the step of our optimizer, with other fields of its configuration."""
     optimizer = build_optimizer(replace(config, **fields), parameters_of(specs).items(), specs)
     return lambda: optimizer.step()
@@ -80,7 +82,9 @@ def clock() -> float:
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", default=SHAPE, help="of a job")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
@@ -109,7 +113,9 @@ def main() -> None:
                 seconds[name].append(clock() - start)
     first = seconds["torch.optim.Muon"]
     values = sum(spec.size for spec in specs.values())
-    print(f"{values / 1e6:.1f} million parameters, {options.rounds} rounds, torch {torch.__version__}\n")
+    print(
+        f"{values / 1e6:.1f} million parameters, {options.rounds} rounds, torch {torch.__version__}\n"
+    )
     print("| | ms of an update | lowest and highest | speed of torch's |")
     print("|---|---|---|---|")
     for name, taken in seconds.items():

@@ -33,7 +33,13 @@ from harness.config.job import Job
 
 MIB = 2**20
 COMMON = [
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster.device=cpu"),
+    *(
+        "model=llama3_tiny",
+        "data=synthetic",
+        "tokenizer=bytes",
+        "checkpoint=disabled",
+        "cluster.device=cpu",
+    ),
     "metrics.console=none",
 ]
 # Activations outweigh gradients here, as they do in jobs that need checkpointing.
@@ -74,7 +80,9 @@ def measured(function: Callable[[], Any]) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -118,7 +126,9 @@ def measure_apart(overrides: list[str]) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__).resolve()), "--child", *overrides]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryFile("w+") as said:
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
+        )
         if done.returncode:
             said.seek(0)
             raise SystemExit(f"{' '.join(overrides)}: exit code {done.returncode}\n{said.read()}")
@@ -156,8 +166,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", nargs="+", choices=("blocks", "loss"), default=["blocks", "loss"])
-    parser.add_argument("--child", action="store_true", help="measure the one job of the overrides, here")
+    parser.add_argument(
+        "--tables", nargs="+", choices=("blocks", "loss"), default=["blocks", "loss"]
+    )
+    parser.add_argument(
+        "--child", action="store_true", help="measure the one job of the overrides, here"
+    )
     parser.add_argument("overrides", nargs="*", help="further overrides, for every case")
     arguments = parser.parse_intermixed_args()
     if arguments.child:
@@ -173,7 +187,8 @@ def main() -> int:
         print(table("activation checkpointing", rows), end="\n\n")
     if "loss" in arguments.tables:
         rows = {
-            name: measure_apart([*COMMON, *HEAD, *own, *arguments.overrides]) for name, own in LOSSES.items()
+            name: measure_apart([*COMMON, *HEAD, *own, *arguments.overrides])
+            for name, own in LOSSES.items()
         }
         plain, chunked = (row["peak"] for row in rows.values())
         share = chunked / plain
@@ -183,7 +198,9 @@ def main() -> int:
             end="",
         )
         print("yes" if share <= LARGEST_SHARE else "no")
-        wrong += [f"the chunked loss takes {share:.3f} of the plain one's memory"] * (share > LARGEST_SHARE)
+        wrong += [f"the chunked loss takes {share:.3f} of the plain one's memory"] * (
+            share > LARGEST_SHARE
+        )
     print("\n".join(wrong) or "memory falls as it should")
     return 1 if wrong else 0
 

@@ -31,8 +31,19 @@ sys.path.insert(0, str(ROOT))
 
 WARMUP = 3
 JOB = (
-    *("model=llama3_tiny", "model.n_layers=4", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled"),
-    *("training.global_batch_size=4", "training.seq_len=16", "parallelism.tp=2", "cluster.device=cpu"),
+    *(
+        "model=llama3_tiny",
+        "model.n_layers=4",
+        "data=synthetic",
+        "tokenizer=bytes",
+        "checkpoint=disabled",
+    ),
+    *(
+        "training.global_batch_size=4",
+        "training.seq_len=16",
+        "parallelism.tp=2",
+        "cluster.device=cpu",
+    ),
     *("metrics.console=none", "metrics.warmup_steps=0"),
 )
 LONG = ("model.dim=256", "model.ffn_hidden_dim=768", "training.seq_len=256", "training.steps=10")
@@ -44,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=12, help="blocks with phases; twice as many without")
+    parser.add_argument(
+        "--count", type=int, default=12, help="blocks with phases; twice as many without"
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
     parser.add_argument(
         "--parts", action="store_true", help="what a mark and a marked collective take instead"
@@ -67,7 +80,10 @@ def main() -> None:
     texts = {name: job.to_json() for name, job in jobs.items()}
     with tempfile.TemporaryDirectory() as folder, RankPool(jobs["long"].world_size, 7200) as pool:
         of_ranks = pool.run(jobs["long"].world_size, measure, texts, folder, arguments.count)
-        rows = [path.read_text().splitlines()[0] for path in Path(folder).glob("first/phases/rank*.jsonl")]
+        rows = [
+            path.read_text().splitlines()[0]
+            for path in Path(folder).glob("first/phases/rank*.jsonl")
+        ]
     spans = mean(len(json.loads(row)["spans"]) for row in rows)
     long = mean(seconds for seconds, _ in of_ranks)
     # Of each triple, mean CPU seconds of a rank's step: with phases, without, without.

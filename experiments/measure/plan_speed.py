@@ -29,9 +29,27 @@ _8K, _4K = "training.seq_len=8192", "training.seq_len=4096"
 COMMANDS = {
     "plan": ("model=llama3_8b", "parallelism=fsdp_tp", *_H100),
     "8b": ("model=llama3_8b", *_SEARCH, "cluster.nodes=8", _8K, "training.global_batch_size=256"),
-    "70b": ("model=llama3_70b", *_SEARCH, "cluster.nodes=16", _8K, "training.global_batch_size=128"),
-    "405b": ("model=llama3_405b", *_SEARCH, "cluster.nodes=64", _8K, "training.global_batch_size=256"),
-    "v3": ("model=deepseek_v3_671b", *_SEARCH, "cluster.nodes=256", _4K, "training.global_batch_size=8192"),
+    "70b": (
+        "model=llama3_70b",
+        *_SEARCH,
+        "cluster.nodes=16",
+        _8K,
+        "training.global_batch_size=128",
+    ),
+    "405b": (
+        "model=llama3_405b",
+        *_SEARCH,
+        "cluster.nodes=64",
+        _8K,
+        "training.global_batch_size=256",
+    ),
+    "v3": (
+        "model=deepseek_v3_671b",
+        *_SEARCH,
+        "cluster.nodes=256",
+        _4K,
+        "training.global_batch_size=8192",
+    ),
 }
 """Overrides by name: a plan, and searches of 64, 128, 512 and 2,048 ranks."""
 
@@ -81,7 +99,10 @@ def _cpu_seconds() -> float:
 
 def digest(found: dict[str, Any]) -> str:
     """Digest of a search's result, eight hex digits."""
-    best = [[each["overrides"], f"{each['plan']['speed']['step_seconds']:.9g}"] for each in found["best"]]
+    best = [
+        [each["overrides"], f"{each['plan']['speed']['step_seconds']:.9g}"]
+        for each in found["best"]
+    ]
     counts = [found[name] for name in ("points", "layouts", "lost")]
     return hashlib.sha256(json.dumps([best, counts]).encode()).hexdigest()[:8]
 

@@ -16,7 +16,15 @@ import sentencepiece
 from harness.data.documents import find_files
 
 INPUT = ["{stdlib}/**/*.py"]
-_LEFT_OUT = ("site-packages", "**/test", "**/tests", "idlelib", "lib2to3", "encodings", "pydoc_data")
+_LEFT_OUT = (
+    "site-packages",
+    "**/test",
+    "**/tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+)
 EXCLUDE = [f"{{stdlib}}/{folder}/**" for folder in _LEFT_OUT]
 # Newlines, tabs and runs of up to 24 spaces are pieces, so that indentation takes few tokens.
 WHITESPACE = ["\n", "\t", *("▁" * length for length in range(2, 25))]

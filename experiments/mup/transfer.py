@@ -50,7 +50,9 @@ NAMES = {"standard": "standard parametrization", "mup": f"muP, base width {BASE}
 
 def main() -> None:
     """Train what is missing, then print the table and draw the picture."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["parametrization"], row["width"], row["lr"]) for row in rows}
     with RESULTS.open("a") as out:
@@ -109,7 +111,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for name, title in NAMES.items():
         for width, losses in curves(rows, name).items():
             best = min(losses.values())
-            shown = [f"**{losses[lr]:.3f}**" if losses[lr] == best else f"{losses[lr]:.3f}" for lr in RATES]
+            shown = [
+                f"**{losses[lr]:.3f}**" if losses[lr] == best else f"{losses[lr]:.3f}"
+                for lr in RATES
+            ]
             cells.append([title, str(width), *shown])
     headings = ["parametrization", "width", *(f"{rate:.2g}" for rate in RATES)]
     made = to_markdown(Table.of_cells(headings, cells, right=range(1, len(headings))))
@@ -126,9 +131,15 @@ def draw(rows: list[dict[str, Any]]) -> None:
             rates = sorted(losses)
             best = min(losses, key=losses.__getitem__)
             axis.plot(
-                rates, [losses[rate] for rate in rates], marker=".", color=color, label=f"width {width}"
+                rates,
+                [losses[rate] for rate in rates],
+                marker=".",
+                color=color,
+                label=f"width {width}",
             )
-            axis.plot([best], [losses[best]], marker="o", markersize=8, color=color, fillstyle="none")
+            axis.plot(
+                [best], [losses[best]], marker="o", markersize=8, color=color, fillstyle="none"
+            )
         axis.set(xscale="log", xlabel="learning rate", title=title)
         axis.spines[["top", "right"]].set_visible(False)
     worst = max(row["loss"] for row in rows if row["lr"] == max(RATES))

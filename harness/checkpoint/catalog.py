@@ -159,7 +159,9 @@ class CheckpointFolder:
         """The checkpoint of a step; raises DamagedCheckpoint if it is not complete."""
         return open_checkpoint(self.path_of(step))
 
-    def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, DamagedCheckpoint]]:
+    def complete(
+        self, most: int | None = None
+    ) -> tuple[list[Checkpoint], dict[str, DamagedCheckpoint]]:
         """The newest ``most`` complete checkpoints (None: all), and errors by path for others examined.
 
         The newest is first. File sizes are checked, contents are not.

@@ -121,7 +121,9 @@ class CheckpointLoader:
             return state["train_state"]  # the run has completed
         excluded = set(self.config.exclude_from_loading)
         if written_by(self.job, checkpoint):
-            excluded = set()  # this command excluded them when it started, and has saved its own since
+            excluded = (
+                set()
+            )  # this command excluded them when it started, and has saved its own since
         with opened(checkpoint, self.ranks) as reader:
             sizes = _sizes(reader, RNG)
             wanted = model_state(self.engine)
@@ -232,4 +234,6 @@ def _ranks(checkpoint: Checkpoint) -> str:
     """The layout that wrote a checkpoint, for messages."""
     layout = (checkpoint.job or {}).get("parallelism", {})
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-    return degrees_in_words({axis: layout[axis] for axis in axes if isinstance(layout.get(axis), int)})
+    return degrees_in_words(
+        {axis: layout[axis] for axis in axes if isinstance(layout.get(axis), int)}
+    )

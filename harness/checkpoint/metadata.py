@@ -48,7 +48,11 @@ def load_failure(error: BaseException) -> str:
     if named is not None:
         return _untrusted(named[1])
     # torch's own advice is to load the file without the restriction.
-    text = "it is not a pickle of tensors" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+    text = (
+        "it is not a pickle of tensors"
+        if isinstance(error, pickle.UnpicklingError)
+        else first_line(error)
+    )
     return f"cannot be read: {text}"
 
 
@@ -58,7 +62,9 @@ def _untrusted(name: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 class _Record:
@@ -151,7 +157,9 @@ def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     offset = fields.get("offset")
     return MetadataIndex(
-        _checked(fields["fqn"], str, "fqn"), None if offset is None else _size(offset), fields.get("index")
+        _checked(fields["fqn"], str, "fqn"),
+        None if offset is None else _size(offset),
+        fields.get("index"),
     )
 
 
@@ -177,11 +185,17 @@ def _count(value: Any) -> int:
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
-    return _checked(_checked(record, _RECORDS[kind], "an object").state, dict, "the state of an object")
+    return _checked(
+        _checked(record, _RECORDS[kind], "an object").state, dict, "the state of an object"
+    )
 
 
 def _checked(value: Any, kind: type[T], what: str) -> T:
-    return value if isinstance(value, kind) else _refuse(f"{what} is {type(value).__name__.strip('_')}")
+    return (
+        value
+        if isinstance(value, kind)
+        else _refuse(f"{what} is {type(value).__name__.strip('_')}")
+    )
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -65,7 +65,9 @@ def find_start(job: Job, run_dir: Path) -> Start:
     if not config.enable:
         return Start()
     going_back = config.resume and config.load_step >= 0
-    own, wrong = CheckpointFolder(folder_of(job, run_dir)).complete(None if going_back else FALLBACKS)
+    own, wrong = CheckpointFolder(folder_of(job, run_dir)).complete(
+        None if going_back else FALLBACKS
+    )
     candidates = own if config.resume else []
     if going_back:
         candidates = _from_load_step(job, candidates, folder_of(job, run_dir))
@@ -77,7 +79,8 @@ def find_start(job: Job, run_dir: Path) -> Start:
     candidates = [
         each
         for each in candidates
-        if each.holds == "full" or (each.manifest.get("job_id") == job.id and each.step >= job.steps)
+        if each.holds == "full"
+        or (each.manifest.get("job_id") == job.id and each.step >= job.steps)
     ]
     newest = candidates[0].step if candidates else -1
     warnings = [
@@ -93,7 +96,11 @@ def find_start(job: Job, run_dir: Path) -> Start:
         # In a shared folder, another job may have written the older ones.
         fallbacks = [each for each in candidates[1:] if not differing(job, each)]
         return Start([candidates[0], *fallbacks], warnings=warnings)
-    damaged = {path: reason for path, reason in wrong.items() if not isinstance(reason, UnfinishedCheckpoint)}
+    damaged = {
+        path: reason
+        for path, reason in wrong.items()
+        if not isinstance(reason, UnfinishedCheckpoint)
+    }
     if damaged and config.resume:
         reasons = [f"{path.rsplit('/', 1)[-1]}: {reason}" for path, reason in damaged.items()]
         raise no_usable_error(folder_of(job, run_dir), reasons)
@@ -105,7 +112,10 @@ def find_start(job: Job, run_dir: Path) -> Start:
 def written_by(job: Job, checkpoint: Checkpoint) -> bool:
     """Whether the same job with the same loading options wrote a checkpoint."""
     manifest = checkpoint.manifest
-    return manifest.get("job_id") == job.id and manifest["options"] == job.checkpoint.options_of_loading()
+    return (
+        manifest.get("job_id") == job.id
+        and manifest["options"] == job.checkpoint.options_of_loading()
+    )
 
 
 def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
@@ -242,7 +252,9 @@ def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
     saved = _saved(checkpoint)
     own = _numerics(job)
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
-    return ", ".join(f"{name}={_shown(name, saved)} there and {_shown(name, own)} here" for name in names)
+    return ", ".join(
+        f"{name}={_shown(name, saved)} there and {_shown(name, own)} here" for name in names
+    )
 
 
 def _shown(name: str, values: dict[str, Any]) -> str:
@@ -265,7 +277,9 @@ def _keys(mapping: str, values: dict[str, Any]) -> set[str]:
 
 
 def _saved(checkpoint: Checkpoint) -> dict[str, Any]:
-    return dict(flat_items({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})}))
+    return dict(
+        flat_items({"model": checkpoint.manifest.get("model") or {}, **(checkpoint.job or {})})
+    )
 
 
 def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkpoint]:
@@ -274,7 +288,8 @@ def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkp
     found = [
         each
         for each in own
-        if each.step == wanted or (each.step > wanted and each.manifest["options"].get("load_step") == wanted)
+        if each.step == wanted
+        or (each.step > wanted and each.manifest["options"].get("load_step") == wanted)
     ]
     if not found:
         steps = ", ".join(str(each.step) for each in reversed(own)) or "none"
@@ -311,7 +326,10 @@ def _initial(job: Job, path: str) -> Checkpoint:
         newest = _single(path)
     if newest.holds == "hf":
         raise ConfigError(
-            name, newest.path, "holds Hugging Face's safetensors", "checkpoint.initial_load_in_hf=true too"
+            name,
+            newest.path,
+            "holds Hugging Face's safetensors",
+            "checkpoint.initial_load_in_hf=true too",
         )
     if job.checkpoint.initial_load_model_only:
         refuse_other_numerics(job, newest, only="model.")

@@ -236,8 +236,12 @@ class Saver:
         try:
             self._dcp_save(temporary, self._exported(), {**manifest, "holds": "model"})
             self.ranks.on_rank_zero(lambda: make_room(target))
-            self.ranks.everywhere(lambda: self.weights.write_share(temporary, target, self.job, (rank, size)))
-            self.ranks.on_rank_zero(lambda: self.weights.finish(temporary, target, self.job, manifest))
+            self.ranks.everywhere(
+                lambda: self.weights.write_share(temporary, target, self.job, (rank, size))
+            )
+            self.ranks.on_rank_zero(
+                lambda: self.weights.finish(temporary, target, self.job, manifest)
+            )
         finally:
             if rank == 0:
                 try:
@@ -277,7 +281,9 @@ class Saver:
                 "train_state": train_state,
                 "lr_scheduler": {"last_epoch": self.engine.schedule.last_epoch},
                 # Only streams have different states on different ranks.
-                "data_loader": merge_states(self.ranks.gather(position)) if "slots" in position else position,
+                "data_loader": merge_states(self.ranks.gather(position))
+                if "slots" in position
+                else position,
             },
             "model": dataclasses.asdict(self.job.model),
             "tokenizer": dataclasses.asdict(self.job.tokenizer),

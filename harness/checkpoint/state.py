@@ -91,7 +91,9 @@ class RankGroup:
         for rank, first in enumerate(found):
             if first is not None:
                 kind, text = first
-                raise (_RAISED | {"os": OSError}).get(kind, PeerFailed)(f"{text} (rank {rank})") from failure
+                raise (_RAISED | {"os": OSError}).get(kind, PeerFailed)(
+                    f"{text} (rank {rank})"
+                ) from failure
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on all ranks."""
@@ -148,7 +150,9 @@ class WeightExchange(Protocol):
     """Load and export weights in another project's format, on all ranks (``weights.huggingface``)."""
 
     def check(self, path: str, model: ModelConfig) -> None: ...
-    def load(self, path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None: ...
+    def load(
+        self, path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup
+    ) -> None: ...
     def check_export(self, job: Job) -> None: ...
     def write_share(self, source: str, target: str, job: Job, share: tuple[int, int]) -> None: ...
     def finish(self, source: str, target: str, job: Job, manifest: dict[str, Any]) -> None: ...
@@ -170,7 +174,9 @@ def rng_key(mesh: Mesh) -> str:
 
     In another layout no checkpoint entry has this name, and the rank keeps its initial states.
     """
-    coordinates = [f"{axis}{mesh.rank(axis)}of{size}" for axis, size in mesh.degrees.items() if size > 1]
+    coordinates = [
+        f"{axis}{mesh.rank(axis)}of{size}" for axis, size in mesh.degrees.items() if size > 1
+    ]
     return RNG + ("_".join(coordinates) or "alone")
 
 

@@ -184,7 +184,9 @@ class Writer(FileSystemWriter):
             digest = self.fs.digests[place.relative_path]
             setattr(place, CHECKSUM, digest.spans[place.offset, place.length])
             hashed.append(
-                HashedResult(result.index, result.size_in_bytes, place, digest.size, digest.checksum)
+                HashedResult(
+                    result.index, result.size_in_bytes, place, digest.size, digest.checksum
+                )
             )
         done: Future[list[WriteResult]] = Future()
         done.set_result(hashed)
@@ -341,7 +343,10 @@ class Reader(FileSystemReader):
                 content = stream.read()
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{METADATA} is missing") from error
-        if self.manifest and xxhash.xxh3_128_hexdigest(content) != self.manifest["files"][METADATA][CHECKSUM]:
+        if (
+            self.manifest
+            and xxhash.xxh3_128_hexdigest(content) != self.manifest["files"][METADATA][CHECKSUM]
+        ):
             raise DamagedCheckpoint(f"{METADATA} does not have the checksum it was written with")
         metadata = parse_metadata(content)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -359,24 +364,31 @@ class Reader(FileSystemReader):
                 raise DamagedCheckpoint(f"{METADATA} has no location of {item.storage_index.fqn}")
             if item.type == LoadItemType.BYTE_IO:
                 # torch's planner would unpickle it.
-                raise DamagedCheckpoint(f"{item.storage_index.fqn} is not a tensor in this checkpoint")
+                raise DamagedCheckpoint(
+                    f"{item.storage_index.fqn} is not a tensor in this checkpoint"
+                )
             wanted.setdefault((place.relative_path, place.offset, place.length), []).append(item)
         for relative_path, entries in itertools.groupby(sorted(wanted), key=itemgetter(0)):
             path = self.fs.concat_path(self.path, relative_path)
             with self.fs.create_stream(path, "rb") as file:
                 for entry in entries:
                     items = wanted[entry]
-                    self._read_entry(file, self.storage_data[items[0].storage_index], items, planner)
+                    self._read_entry(
+                        file, self.storage_data[items[0].storage_index], items, planner
+                    )
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_entry(self, file: Any, place: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read_entry(
+        self, file: Any, place: Any, items: list[ReadItem], planner: LoadPlanner
+    ) -> None:
         stream = Entry(file, place)
         tensor = stream.load()
         for item in items:
             ends = [
-                offset + length for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
+                offset + length
+                for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
             ]
             if tensor.dim() != len(ends) or any(map(gt, ends, tensor.shape)):
                 raise DamagedCheckpoint(f"{stream.span}: the tensor has shape {list(tensor.shape)}")

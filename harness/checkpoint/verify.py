@@ -88,7 +88,9 @@ def paths_in(folder: str) -> list[str]:
         if steps:
             return [CheckpointFolder(each).path_of(step) for step in steps]
     if is_foreign(folder):
-        raise UserError(f"{folder}: it has no {MANIFEST}, so there are no checksums to compare with")
+        raise UserError(
+            f"{folder}: it has no {MANIFEST}, so there are no checksums to compare with"
+        )
     try:
         return [open_checkpoint(folder).path]
     except UnfinishedCheckpoint:

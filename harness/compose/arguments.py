@@ -76,11 +76,16 @@ JOB_FLAGS = (
         metavar="WHAT",
         help="print the composed `job`, Hydra's part (`hydra`) or `all`",
     ),
-    Argument("-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"),
+    Argument(
+        "-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"
+    ),
     Argument("--resolve", help="with `--cfg`: replace references such as `${model.name}`"),
     Argument("-m", "--multirun", help="run one job for each combination of values"),
     Argument(
-        "-cn", "--config-name", metavar="NAME", help="compose another primary file of `conf/` or your own"
+        "-cn",
+        "--config-name",
+        metavar="NAME",
+        help="compose another primary file of `conf/` or your own",
     ),
     Argument(
         "-cd",
@@ -104,17 +109,27 @@ class CommandLine(argparse.Namespace):
     @property
     def shown(self) -> list[str]:
         """The given flags that show something about a job instead of running it."""
-        return [f"--{name.replace('_', '-')}" for name in SHOWS if getattr(self, name) not in (None, False)]
+        return [
+            f"--{name.replace('_', '-')}"
+            for name in SHOWS
+            if getattr(self, name) not in (None, False)
+        ]
 
     def validate_flags_of_job(self) -> None:
         """Check which of JOB_FLAGS can be combined, and the values that argparse does not check."""
-        given = [flag.names[-1] for flag in JOB_FLAGS if getattr(self, flag.name) not in (None, False)]
+        given = [
+            flag.names[-1] for flag in JOB_FLAGS if getattr(self, flag.name) not in (None, False)
+        ]
         if len(self.shown) > 1:
             first, second, *_ = self.shown
             raise UserError(f"{second}: cannot be combined with {first}; would work: one of them")
-        one_job = [name for name in given if name not in ("--multirun", "--config-name", "--config-dir")]
+        one_job = [
+            name for name in given if name not in ("--multirun", "--config-name", "--config-dir")
+        ]
         if self.multirun and one_job:
-            raise UserError(f"{one_job[0]}: works for one job only; would work: the command without -m")
+            raise UserError(
+                f"{one_job[0]}: works for one job only; would work: the command without -m"
+            )
         for name in ("--package", "--resolve"):
             if name in given and self.cfg is None:
                 raise UserError(f"{name}: needs --cfg; would work: --cfg job {name}")
@@ -168,7 +183,9 @@ class Parser(argparse.ArgumentParser):
         choice = re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem, re.DOTALL)
         if choice:
             works = choice[2].replace("'", "")
-            wrong = f"{name}={choice[1]}" if name.startswith("-") else f"{choice[1]}: no such choice;"
+            wrong = (
+                f"{name}={choice[1]}" if name.startswith("-") else f"{choice[1]}: no such choice;"
+            )
             raise UserError(f"{wrong}{':' if name.startswith('-') else ''} would work: {works}")
         if problem == "expected one argument":
             action = self._option_string_actions[name]
@@ -203,8 +220,12 @@ def shown_config(line: CommandLine, *, config_name: str, schema: type) -> str:
     with user_errors():
         if line.resolve:
             OmegaConf.resolve(config)
-        shown = config if line.package in (None, "_global_") else OmegaConf.select(config, line.package)
+        shown = (
+            config if line.package in (None, "_global_") else OmegaConf.select(config, line.package)
+        )
     if shown is None:
-        raise UserError(f"--package={line.package}: no such part; would work: {', '.join(map(str, config))}")
+        raise UserError(
+            f"--package={line.package}: no such part; would work: {', '.join(map(str, config))}"
+        )
     head = "" if line.package is None else f"# @package {line.package}\n"
     return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"

@@ -99,7 +99,9 @@ class Composer:
         return job
 
     def _point(self, overrides: list[Override]) -> Any:
-        config, _, missing = self._merged(overrides, resolve=True, left_out=other_lengths(overrides))
+        config, _, missing = self._merged(
+            overrides, resolve=True, left_out=other_lengths(overrides)
+        )
         path = config.get("model", {}).get("path")
         if path not in (None, UNSET, self._source_of_model(overrides)[1]):
             rule = "is read only together with model=from_config"
@@ -157,14 +159,19 @@ class Composer:
         _, settings, _ = self._merged(fixed)
         axes = (settings.get("sweeper") or {}).get("params") or {}
         if not isinstance(axes, dict) or not isinstance(axes.get(POINTS, ""), str):
-            raise UserError(f"{AXES}={as_typed(axes)}: must be a mapping of axes, and {POINTS} in it a text")
+            raise UserError(
+                f"{AXES}={as_typed(axes)}: must be a mapping of axes, and {POINTS} in it a text"
+            )
         return dict(axes)
 
     def settings(self, overrides: Iterable[str]) -> Any:
         from hydra.types import RunMode
 
         choices, values = self._split([parse(override) for override in overrides])
-        typed = [*choices, *(str(value.input_line) for value in values if value.is_hydra_override())]
+        typed = [
+            *choices,
+            *(str(value.input_line) for value in values if value.is_hydra_override()),
+        ]
         with user_errors():
             loader = self._hydra.loader
             return loader.load_configuration(self.config_name, typed, RunMode.RUN).hydra
@@ -182,7 +189,11 @@ class Composer:
             config = self._hydra.composed(self.config_name, tuple(choices), self.schema, model)
             settings = config.pop("hydra", None) or {}
             for name, value in settings.items():
-                below = {f".{key}": each for key, each in value.items()} if isinstance(value, dict) else {}
+                below = (
+                    {f".{key}": each for key, each in value.items()}
+                    if isinstance(value, dict)
+                    else {}
+                )
                 for key, each in (below or {"": value}).items():
                     shown = f"hydra.{name}{key}={as_typed(each)} (in a file of the job)"
                     check_setting(f"hydra.{name}{key}", shown)
@@ -215,7 +226,9 @@ class Composer:
             group = parsed.key_or_group
             if override.sets_search_path:
                 continue
-            if parsed.package is None and (group not in groups() or isinstance(parsed.value(), dict)):
+            if parsed.package is None and (
+                group not in groups() or isinstance(parsed.value(), dict)
+            ):
                 values.append(parsed)
             elif parsed.package is not None and not parsed.is_add() and not parsed.is_delete():
                 others.append(f"+{parsed.input_line}")
@@ -234,7 +247,9 @@ class Composer:
         idle: dict[str, UserError] = {}
         for role, switch, error in without_effect(job):
             source, is_typed = self._source(error.field, overrides)
-            names = [self._hydra.parse(override, self.schema).key_or_group for override in overrides]
+            names = [
+                self._hydra.parse(override, self.schema).key_or_group for override in overrides
+            ]
             is_decided = any(f"{switch}.".startswith(f"{name}.") for name in names)
             if role != LABEL and getattr(job, "varies", False):
                 continue
@@ -288,7 +303,9 @@ class Composer:
         field, path = self._source_of_model(overrides)
         if path is None:
             works = "model=from_config model.path=FOLDER, which holds a config.json"
-            raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
+            raise UserError(
+                f"model.path: must be given with model=from_config; would work: {works}"
+            )
         return recorded_model(path, field) if field in WEIGHTS else model_node(path)
 
 
@@ -298,10 +315,14 @@ def sweep_error(parsed: Any) -> UserError:
     typed = str(parsed.input_line)
     works = "-m, which runs one job for each value"
     if parsed.value_type == ValueType.SIMPLE_CHOICE_SWEEP:
-        works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
+        works = (
+            "-m to run one job for each, [...] around a list, quotes around one text with commas"
+        )
         return UserError(f"{typed}: has several values; would work: {works}")
     if parsed.is_interval_sweep():
-        return UserError(f"{typed}: {INTERVAL}; would work: one value, or range(START,STOP) with -m")
+        return UserError(
+            f"{typed}: {INTERVAL}; would work: one value, or range(START,STOP) with -m"
+        )
     return UserError(f"{typed}: is a sweep; would work: {works}")
 
 
@@ -335,7 +356,9 @@ def with_effect(points: list[Composed]) -> list[Composed]:
     return checked
 
 
-def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
+def require_one_point(
+    overrides: list[str], config_name: str, schema: type, *, can_sweep: bool
+) -> None:
     """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "harness train -m"
@@ -348,13 +371,21 @@ def require_one_point(overrides: list[str], config_name: str, schema: type, *, c
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {parse(override).key for override in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
-    remaining = [name for name in map(str, axes) if name not in keys and not name.startswith("sweep.")]
+    remaining = [
+        name for name in map(str, axes) if name not in keys and not name.startswith("sweep.")
+    ]
     if listed and not is_listed:
         remaining = [POINTS, *remaining]
     if remaining:
         named = " ".join(files) or AXES
-        works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
-        raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")
+        works = (
+            "-m, which runs all points"
+            if can_sweep
+            else "the values of one point, without that file"
+        )
+        raise UserError(
+            f"{named}: has several points ({', '.join(remaining)}); would work: {works}"
+        )
 
 
 def option_values(group: str) -> dict[str, dict[str, Any]]:
@@ -373,7 +404,9 @@ SETTINGS = "sweep."
 """Prefix of the settings of a sweep whose points are chosen by their results, such as ``sweep.n_trials``."""
 
 
-def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
+def chooses_points(
+    overrides: Iterable[str], *, config_name: str = "train", schema: type = Job
+) -> bool:
     """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
     overrides = list(overrides)
     if any(override.startswith(SETTINGS) for override in overrides):
@@ -418,7 +451,9 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> SweepSpace:
     for parsed in composer.parsed([*in_files, *typed, *given]):
         name = parsed.get_key_element()
         if name.startswith(SETTINGS) and parsed.is_sweep_override():
-            raise UserError(f"{parsed.input_line}: a setting of the sweep has one value, or a list in [ ]")
+            raise UserError(
+                f"{parsed.input_line}: a setting of the sweep has one value, or a list in [ ]"
+            )
         if name.startswith(SETTINGS):
             apply_value(settings, parsed)
         elif parsed.is_sweep_override():
@@ -462,9 +497,13 @@ def compose_points(
         spelled = []
         with user_errors():
             for values_of_point in listed or [[]]:
-                values = composer.parsed([*axes, *values_of_point, *(override.source for override in typed)])
+                values = composer.parsed(
+                    [*axes, *values_of_point, *(override.source for override in typed)]
+                )
                 check_axes(values)
-                [combinations] = BasicSweeper.split_arguments(values, None)  # there is no limit to a batch
+                [combinations] = BasicSweeper.split_arguments(
+                    values, None
+                )  # there is no limit to a batch
                 spelled += [[*searched, *combination] for combination in combinations]
         with progress(len(spelled), seconds=10.0) as show:
             for point in spelled:
@@ -474,13 +513,19 @@ def compose_points(
 
 
 def _listed_points(text: str, schema: type) -> list[list[str]]:
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    lines = [
+        line.split()
+        for line in text.splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
     for line in lines:
         checked(line, schema)
     return lines
 
 
-WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
+WORKS = (
+    "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
+)
 
 
 def check_axes(parsed: Iterable[Any]) -> None:

@@ -61,7 +61,11 @@ class FieldHelp:
     @property
     def text(self) -> str:
         facts = "; ".join(filter(None, [self.type, self.rule, f"{self.role}: {ROLES[self.role]}"]))
-        lines = [_cut(f"{self.name}={as_typed(self.value)}"), *_wrapped(self.meaning), *_wrapped(facts)]
+        lines = [
+            _cut(f"{self.name}={as_typed(self.value)}"),
+            *_wrapped(self.meaning),
+            *_wrapped(facts),
+        ]
         return "\n".join(lines)
 
 
@@ -89,7 +93,12 @@ def field_helps(kind: type, values: dict[str, Any], prefix: str = "") -> Iterato
 
 
 def help_text(
-    what: str, overrides: list[str], parser: Parser, *, config_name: str = "train", schema: type = Job
+    what: str,
+    overrides: list[str],
+    parser: Parser,
+    *,
+    config_name: str = "train",
+    schema: type = Job,
 ) -> str:
     """Return the text of ``--help WHAT``.
 
@@ -108,7 +117,9 @@ def help_text(
     is_group = issubclass(schema, Job) and what in groups()
     if not chosen and not is_group:
         check_field(what, None, schema, list(groups()))
-        raise UserError(f"--help {what}: no such field; would work: --help {what.rpartition('.')[0]}")
+        raise UserError(
+            f"--help {what}: no such field; would work: --help {what.rpartition('.')[0]}"
+        )
     parts = [field.text for field in chosen]
     if is_group:
         parts.insert(0, "\n".join([f"Options ({what}=OPTION):", *_options(what)]))
@@ -116,14 +127,26 @@ def help_text(
 
 
 def _screen(parser: Parser, schema: type) -> str:
-    lines = [f"usage: {parser.prog} [GROUP=OPTION ...] [FIELD=VALUE ...] [flags]", str(parser.description)]
+    lines = [
+        f"usage: {parser.prog} [GROUP=OPTION ...] [FIELD=VALUE ...] [flags]",
+        str(parser.description),
+    ]
     if issubclass(schema, Job):
         width = max(map(len, groups()))
-        lines += ["", f"groups, GROUP=OPTION ({parser.prog} --help GROUP explains options and fields)"]
+        lines += [
+            "",
+            f"groups, GROUP=OPTION ({parser.prog} --help GROUP explains options and fields)",
+        ]
         for name in sorted(groups()):
             lines.append(_cut_list(f"  {name:<{width}}  ", options_of(name)))
-    lines += ["", f"fields, FIELD=VALUE: {parser.prog} --help FIELD explains one, --help all lists all", ""]
-    return "\n".join([*lines, "flags", parser.format_help().partition("options:\n")[2].rstrip(), ""])
+    lines += [
+        "",
+        f"fields, FIELD=VALUE: {parser.prog} --help FIELD explains one, --help all lists all",
+        "",
+    ]
+    return "\n".join(
+        [*lines, "flags", parser.format_help().partition("options:\n")[2].rstrip(), ""]
+    )
 
 
 def _options(group: str) -> Iterator[str]:
@@ -132,9 +155,16 @@ def _options(group: str) -> Iterator[str]:
     width = max(map(len, names), default=0)
     for name in names:
         file = config_folders().find(f"{group}/{name}")
-        comment = leading_comment(file.read_text(encoding="utf-8")) if file else "the model of a config.json"
+        comment = (
+            leading_comment(file.read_text(encoding="utf-8"))
+            if file
+            else "the model of a config.json"
+        )
         yield from textwrap.wrap(
-            comment, WIDTH, initial_indent=f"  {name:<{width}}  ", subsequent_indent=" " * (width + 4)
+            comment,
+            WIDTH,
+            initial_indent=f"  {name:<{width}}  ",
+            subsequent_indent=" " * (width + 4),
         ) or [f"  {name}"]
 
 

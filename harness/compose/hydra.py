@@ -18,7 +18,13 @@ from typing import Any, cast
 from harness.compose.hydra_errors import not_yaml, user_errors
 from harness.compose.override import SETTING, Override, parse, quoted
 from harness.compose.overrides import FROM_CONFIG, options_of
-from harness.compose.paths import Stamp, config_folders, folder_of_package, folders_with, using_folders
+from harness.compose.paths import (
+    Stamp,
+    config_folders,
+    folder_of_package,
+    folders_with,
+    using_folders,
+)
 from harness.config.fields import default_of
 from harness.config.job import Job
 from harness.config.types import UNSET, is_special, type_hints, with_types
@@ -89,7 +95,11 @@ class Hydra:
         return self._parsed[key]
 
     def layers(
-        self, primary: str, choices: tuple[str, ...], schema: type, model: Callable[[], dict[str, Any]]
+        self,
+        primary: str,
+        choices: tuple[str, ...],
+        schema: type,
+        model: Callable[[], dict[str, Any]],
     ) -> Iterator[Layer]:
         """Yield the files of a job, later ones win."""
         from hydra._internal.defaults_list import create_defaults_list
@@ -116,7 +126,11 @@ class Hydra:
             yield Layer(name, content)
 
     def composed(
-        self, primary: str, choices: tuple[str, ...], schema: type, model: Callable[[], dict[str, Any]]
+        self,
+        primary: str,
+        choices: tuple[str, ...],
+        schema: type,
+        model: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
         """Return a new copy of the merged files of a job."""
         key = primary, choices, schema
@@ -126,7 +140,9 @@ class Hydra:
             for layer in layers:
                 merge(config, layer.content)
             config = with_types(config, schema)
-            if any(layer.name == f"model/{FROM_CONFIG}" for layer in layers):  # read again for each job
+            if any(
+                layer.name == f"model/{FROM_CONFIG}" for layer in layers
+            ):  # read again for each job
                 return config
             self._composed[key] = config
         return copied(self._composed[key])
@@ -138,9 +154,13 @@ class Hydra:
             loaded = self._repository.load_config(name)
             content: Any = OmegaConf.to_container(loaded.config) if loaded is not None else {}
             if not isinstance(content, dict):
-                raise UserError(f"{name}.yaml: must be a mapping of fields, like training: {{steps: 3}}")
+                raise UserError(
+                    f"{name}.yaml: must be a mapping of fields, like training: {{steps: 3}}"
+                )
             if not isinstance(content.get("hydra") or {}, dict):
-                raise UserError(f"{name}.yaml: hydra must be a mapping, like {{sweeper: {{params: ...}}}}")
+                raise UserError(
+                    f"{name}.yaml: hydra must be a mapping, like {{sweeper: {{params: ...}}}}"
+                )
             content.pop("defaults", None)
             self._contents[name] = content
         return self._contents[name]
@@ -215,11 +235,15 @@ def apply_value(config: dict[str, Any], parsed: Any) -> None:
 
 def _element(values: list[Any], index: str, typed: str) -> Any:
     if not (index.isdigit() and int(index) < len(values)):
-        raise UserError(f"{typed}: the list has {len(values)} elements; would work: the complete list")
+        raise UserError(
+            f"{typed}: the list has {len(values)} elements; would work: the complete list"
+        )
     return values[int(index)]
 
 
-def resolve_references(config: dict[str, Any], texts: Iterable[tuple[Any, Any, str]]) -> dict[str, Any]:
+def resolve_references(
+    config: dict[str, Any], texts: Iterable[tuple[Any, Any, str]]
+) -> dict[str, Any]:
     """Replace ``${...}`` by values, unless they refer to a value that must be given."""
     rest = False
     for values, key, name in texts:
@@ -308,10 +332,14 @@ def shadowed() -> str:
         names |= {f"{group}/{option}" for option in options_of(group)}
     hidden = []
     for name in sorted(names):
-        first, *others = (path / f"{name}.yaml" for path in paths if (path / f"{name}.yaml").is_file())
+        first, *others = (
+            path / f"{name}.yaml" for path in paths if (path / f"{name}.yaml").is_file()
+        )
         # A copy changes nothing.
         hidden += [(first, other) for other in others if other.read_bytes() != first.read_bytes()]
-    shown = [f"{other}: not used, {first} has the same name and comes first" for first, other in hidden]
+    shown = [
+        f"{other}: not used, {first} has the same name and comes first" for first, other in hidden
+    ]
     more = len(shown) - SHADOWED_SHOWN
     if more > 0:
         shown[SHADOWED_SHOWN:] = [f"and {more} more files"]
@@ -324,7 +352,9 @@ def _entries(override: str) -> list[str]:
     with user_errors():
         [parsed] = OverridesParser.create().parse_overrides([override])
     if parsed.is_sweep_override():
-        raise UserError(f"{override}: all points of a sweep have one search path; would work: {_WORKS}")
+        raise UserError(
+            f"{override}: all points of a sweep have one search path; would work: {_WORKS}"
+        )
     return _texts(parsed.value(), override)
 
 

@@ -25,7 +25,9 @@ _HIDDEN = (
     "Config search path",
     "provider=",
 )
-INTERVAL = "interval() is a range for sweepers that optimize (sweep=optuna), and a grid needs points"
+INTERVAL = (
+    "interval() is a range for sweepers that optimize (sweep=optuna), and a grid needs points"
+)
 MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
@@ -53,7 +55,9 @@ def to_user_error(error: BaseException) -> UserError:
     text = "; ".join(dict.fromkeys(lines))
     for cause in errors:
         if isinstance(cause, yaml.MarkedYAMLError):
-            return UserError(f"{_marked(cause)}; would work: YAML, indented by spaces, each key once")
+            return UserError(
+                f"{_marked(cause)}; would work: YAML, indented by spaces, each key once"
+            )
         if isinstance(cause, yaml.reader.ReaderError):
             return not_yaml(cause.name, cause)
         if isinstance(cause, OverrideParseException):
@@ -75,7 +79,9 @@ def to_user_error(error: BaseException) -> UserError:
         works = _after(text + ";", "use ", ";")
         if group.startswith("hydra/"):
             check_setting(group, f"{group} in a file of the job")
-        return UserError(f"{group}: the primary config does not list this group; would work: {works}")
+        return UserError(
+            f"{group}: the primary config does not list this group; would work: {works}"
+        )
     if text.startswith("Multiple values for "):
         group = _after(text, "Multiple values for ", ".")
         works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"

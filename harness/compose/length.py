@@ -71,7 +71,9 @@ def check_length_of_scale(scale: ScaleConfig, training: TrainingConfig) -> None:
                 _require_alone(f"scale.{name}", value, training, other, "null")
 
 
-def _require_alone(field: str, value: object, training: TrainingConfig, other: str, works: str) -> None:
+def _require_alone(
+    field: str, value: object, training: TrainingConfig, other: str, works: str
+) -> None:
     length = getattr(training, other)
     if length is not None:
         rule = f"replaces training.{other}, which is {length}"

@@ -14,7 +14,9 @@ from harness.config.types import type_hints, without_null
 
 SETTING = "hydra.searchpath"
 
-_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?", re.DOTALL)
+_OVERRIDE = re.compile(
+    r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?", re.DOTALL
+)
 _NAMES_OF_NUMBERS = re.compile(r"\s*(nan|inf)\s*", re.IGNORECASE)
 QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
 # A quoted text, or an unquoted element of a list, mapping or sweep with characters that are not ASCII.
@@ -97,7 +99,11 @@ def parse(source: str) -> Override:
 
 def last_text(overrides: Iterable[Override], key: str) -> str | None:
     """Return the last value given for a group or field, without quotes; None if there is none."""
-    texts = [override.text for override in overrides if override.key == key and override.value is not None]
+    texts = [
+        override.text
+        for override in overrides
+        if override.key == key and override.value is not None
+    ]
     return texts[-1] if texts else None
 
 

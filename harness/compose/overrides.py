@@ -34,7 +34,9 @@ MOST_OPTIONS = 20
 def check_setting(key: str, shown: str) -> None:
     if not any(f"{key}.".startswith(f"{setting}.") for setting in HONOURED):
         works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
-        raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
+        raise UserError(
+            f"{shown}: has no effect, because Hydra only composes here; would work: {works}"
+        )
 
 
 def groups() -> dict[str, tuple[Path, ...]]:
@@ -62,7 +64,9 @@ def _check(override: Override, schema: type) -> None:
     key, _, place = override.key.partition("@")
     if place and not (key == "data" and place.startswith("data.sources.")):
         works = "data@data.sources.NAME=OPTION"
-        raise UserError(f"{source}: an option of a group has one place; would work: {key}=OPTION, {works}")
+        raise UserError(
+            f"{source}: an option of a group has one place; would work: {key}=OPTION, {works}"
+        )
     if key.startswith("sweep."):
         raise UserError(f"{source}: is for several jobs, chosen by results; would work: -m")
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
@@ -74,7 +78,9 @@ def _check(override: Override, schema: type) -> None:
         check_field(key, value, schema, list(known_groups), sign)
     elif value is not None and "{" not in value:
         if sign in ("+", "++") and not place and key not in own_groups():
-            raise UserError(f"{source}: a group is chosen without {sign}; would work: {key}={value}")
+            raise UserError(
+                f"{source}: a group is chosen without {sign}; would work: {key}={value}"
+            )
         _check_options(key, value)
     elif sign == "~" and key in fields_of(schema):
         options = " or ".join(options_of(key))
@@ -84,7 +90,9 @@ def _check(override: Override, schema: type) -> None:
 def options_of(group: str) -> list[str]:
     options = set()
     for folder in groups()[group]:
-        options |= {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
+        options |= {
+            str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")
+        }
     return sorted(options)
 
 
@@ -99,7 +107,9 @@ def _check_options(group: str, value: str) -> None:
     if value.strip().startswith("[") and group not in LISTED:
         rule = "a group takes one option; would work:"
         first = value.strip().strip("[]").split(",")[0].strip()
-        raise UserError(f"{group}={value}: {rule} {group}={first if first in options else options[0]}")
+        raise UserError(
+            f"{group}={value}: {rule} {group}={first if first in options else options[0]}"
+        )
     if "(" in value or value.strip() == "[]":
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
@@ -118,7 +128,9 @@ def _similar(name: str, options: list[str]) -> list[str]:
     return inside[:MOST_SIMILAR] or difflib.get_close_matches(name, options, n=1)
 
 
-def check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str = "") -> None:
+def check_field(
+    key: str, value: str | None, schema: type, groups: list[str], sign: str = ""
+) -> None:
     prefix = ""
     current = schema
     names = key.split(".")
@@ -157,7 +169,9 @@ def namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
 @functools.cache
 def fields_of(schema: type) -> dict[str, Any]:
     """Field names of a dataclass, each with its own dataclass, or None for a plain value or a mapping."""
-    return {field.name: _inner(type_hints(schema)[field.name]) for field in dataclasses.fields(schema)}
+    return {
+        field.name: _inner(type_hints(schema)[field.name]) for field in dataclasses.fields(schema)
+    }
 
 
 def _inner(hint: Any) -> Any:

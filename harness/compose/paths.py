@@ -23,7 +23,9 @@ def conf_dir() -> str:
     for candidate in (PACKAGE.parent / "conf", PACKAGE / "_conf"):
         if os.path.isfile(candidate / "train.yaml"):
             return str(candidate)
-    raise UserError(f"{PACKAGE}: no conf/ found beside or in the package; would work: install it again")
+    raise UserError(
+        f"{PACKAGE}: no conf/ found beside or in the package; would work: install it again"
+    )
 
 
 Stamp = tuple[tuple[str, int, int], ...]

@@ -74,7 +74,9 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
         data=job.data.resolve(),
         metrics=job.metrics.resolve(),
         parallelism=layout,
-        training=job.training.resolve(layout.data_parallel, [size for _, size in job.schedule.batch_sizes]),
+        training=job.training.resolve(
+            layout.data_parallel, [size for _, size in job.schedule.batch_sizes]
+        ),
         optimizer=job.optimizer.resolve(job.precision.master_dtype, job.precision.param_dtype),
         schedule=job.schedule.resolve(),
     )
@@ -100,14 +102,18 @@ def scale(job: J) -> J:
         return job
     from harness.compose.scale import apply_scale
 
-    model, training, optimizer = apply_scale(job.scale, resolve_model(job.model), job.training, job.optimizer)
+    model, training, optimizer = apply_scale(
+        job.scale, resolve_model(job.model), job.training, job.optimizer
+    )
     return dataclasses.replace(job, scale=left, model=model, training=training, optimizer=optimizer)
 
 
 def _check_parts(job: Job) -> None:
     if job.training.seq_len > job.model.max_seq_len:
         rule = f"must not exceed model.max_seq_len={job.model.max_seq_len}"
-        raise ConfigError("training.seq_len", job.training.seq_len, rule, f"at most {job.model.max_seq_len}")
+        raise ConfigError(
+            "training.seq_len", job.training.seq_len, rule, f"at most {job.model.max_seq_len}"
+        )
     share = job.local_batch_size * job.accumulation_steps
     job.parallelism.validate(job.model, job.training.seq_len, job.local_batch_size, share)
     check_attention(job)
@@ -145,7 +151,9 @@ def check_tokenizer(job: Job) -> None:
     kinds = sorted(kind for kind in job.data.kinds if DATA_KINDS[kind].source)
     if job.tokenizer.kind == "none" and kinds:
         rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
-        raise ConfigError("tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model")
+        raise ConfigError(
+            "tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model"
+        )
 
 
 def check_chunked_loss(job: Job) -> None:
@@ -153,7 +161,9 @@ def check_chunked_loss(job: Job) -> None:
     layout = job.parallelism
     if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
         rule = f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false"
-        raise ConfigError("training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true")
+        raise ConfigError(
+            "training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true"
+        )
 
 
 class NoEffect(NamedTuple):
@@ -279,7 +289,9 @@ CAPTURED = (
     Captured("parallelism.fsdp_buffers", ["default"], "NCCL registers buffers outside of graphs"),
     Captured("schedule.batch_size", [[]], "all steps have one size"),
     Captured("schedule.seq_len", [[]], "all steps have one size"),
-    Captured("optimizer.implementation", ["auto", "fused"], "the host computes factors of other updates"),
+    Captured(
+        "optimizer.implementation", ["auto", "fused"], "the host computes factors of other updates"
+    ),
     Captured("debug.nan", [False], "the host looks at every output"),
     Captured("debug.anomaly", [False], "the host looks at every gradient"),
     Captured("profiling.phases", [False], "the host times phases"),
@@ -301,7 +313,9 @@ def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
         rows.append(Captured("training.attention", ["sdpa", "flex"], why))
     if job.compile.enable:
         backends = [name for name in BACKENDS if name != "cudagraphs"]
-        rows.append(Captured("compile.backend", backends, "a graph cannot be captured inside of another"))
+        rows.append(
+            Captured("compile.backend", backends, "a graph cannot be captured inside of another")
+        )
     if on_cpu:
         rows.append(Captured("cluster.device", ["cuda"], "CPUs have no graphs"))
     for row in rows:
@@ -331,7 +345,9 @@ def check_attention(job: Job) -> None:
     if layout.cp > 1 and layout.cp_method == "ring":
         if backend != "sdpa":
             rule = f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own"
-            raise ConfigError("training.attention", backend, rule, "sdpa, or parallelism.cp_method=ulysses")
+            raise ConfigError(
+                "training.attention", backend, rule, "sdpa, or parallelism.cp_method=ulysses"
+            )
         length = job.training.seq_len
         spans = [job.model.span(layer) for layer in range(job.model.num_blocks)]
         is_local = any(span.most_reach(length) < length for span in spans)
@@ -346,7 +362,9 @@ def check_attention(job: Job) -> None:
             raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
         if not job.data.attend_across_documents:
             rule = f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only"
-            works = ("" if _has_conversations(job) else "true, or ") + "parallelism.cp_method=ulysses"
+            works = (
+                "" if _has_conversations(job) else "true, or "
+            ) + "parallelism.cp_method=ulysses"
             raise ConfigError("data.attend_across_documents", False, rule, works)
 
 
@@ -391,7 +409,9 @@ def check_precision(job: Job) -> None:
     layout = job.parallelism
     linears = sort_linears(job.model, job.precision)
     if job.training.loss_chunks > 1 and "output" in linears.converted:
-        rule = f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}"
+        rule = (
+            f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}"
+        )
         works = f"1, or precision.filter_fqns=[{','.join([*job.precision.filter_fqns, 'output'])}]"
         raise ConfigError("training.loss_chunks", job.training.loss_chunks, rule, works)
     check_layout(

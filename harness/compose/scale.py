@@ -37,7 +37,9 @@ def apply_scale(
         factor = (parameters / before) ** scale.lr_exponent
         optimizer = replace(optimizer, lr=_rounded(optimizer.lr * factor))
     if scale.hyperparameters == "step_law":
-        training, optimizer = _by_step_law(scale, training, optimizer, count(model, "non_embedding"))
+        training, optimizer = _by_step_law(
+            scale, training, optimizer, count(model, "non_embedding")
+        )
     return model, training, optimizer
 
 
@@ -52,8 +54,12 @@ def _validate(scale: ScaleConfig, training: TrainingConfig) -> None:
         raise ConfigError("scale.lr_exponent", scale.lr_exponent, "needs a resized model", works)
     if scale.lr_exponent and scale.hyperparameters != "none":
         rule = f"has no effect with scale.hyperparameters={scale.hyperparameters}, which sets optimizer.lr"
-        raise ConfigError("scale.lr_exponent", scale.lr_exponent, rule, "0, or scale.hyperparameters=none")
-    if scale.counted != ScaleConfig.counted and not {"parameters", "tokens_per_parameter"} & {*sizes}:
+        raise ConfigError(
+            "scale.lr_exponent", scale.lr_exponent, rule, "0, or scale.hyperparameters=none"
+        )
+    if scale.counted != ScaleConfig.counted and not {"parameters", "tokens_per_parameter"} & {
+        *sizes
+    }:
         rule = "counts the parameters of scale.parameters or scale.tokens_per_parameter"
         raise ConfigError("scale.counted", scale.counted, rule, "scale.tokens_per_parameter=20")
 
@@ -67,7 +73,9 @@ def _sized(scale: ScaleConfig, model: ModelConfig, seq_len: int) -> ModelConfig:
     made = model
     for _ in range(ROUNDS):
         per_parameter = account(made, seq_len).flops_per_token_full / count(made, scale.counted)
-        wanted = max(1, round(math.sqrt(scale.flops / (per_parameter * scale.tokens_per_parameter))))
+        wanted = max(
+            1, round(math.sqrt(scale.flops / (per_parameter * scale.tokens_per_parameter)))
+        )
         try:
             before = made
             made = resized(model, wanted, scale.counted)
@@ -128,7 +136,8 @@ def count(model: ModelConfig, counted: str) -> int:
         _size(block_tensors(one, layer), counted) for layer in range(one.num_blocks)
     )
     return outside + sum(
-        kinds.count(kind) * _size(block_tensors(model, kinds.index(kind)), counted) for kind in set(kinds)
+        kinds.count(kind) * _size(block_tensors(model, kinds.index(kind)), counted)
+        for kind in set(kinds)
     )
 
 
@@ -165,7 +174,9 @@ def resized(model: ModelConfig, parameters: int, counted: str) -> ModelConfig:
     return min(close, key=lambda one: one[1])[2] if close else closest[2]
 
 
-def _candidates(model: ModelConfig, parameters: int, counted: str) -> Iterator[tuple[ModelConfig, int]]:
+def _candidates(
+    model: ModelConfig, parameters: int, counted: str
+) -> Iterator[tuple[ModelConfig, int]]:
     """Yield, for every width, the models whose depths are closest to the wanted size, with their sizes."""
     period = _period(model)
     step = _heads_per_key(model)

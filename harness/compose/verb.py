@@ -63,7 +63,9 @@ def typed_arguments() -> list[str]:
             argument.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(argument).decode(errors="backslashreplace")
-            raise UserError(f"{shown}: is not UTF-8; would work: a terminal and a locale in UTF-8") from None
+            raise UserError(
+                f"{shown}: is not UTF-8; would work: a terminal and a locale in UTF-8"
+            ) from None
     return sys.argv[1:]
 
 
@@ -81,7 +83,9 @@ class Output(io.FileIO):
                 self._is_lost = True
             except OSError as error:
                 self._is_lost = True
-                raise MachineError(f"standard output cannot be written: {error.strerror}") from error
+                raise MachineError(
+                    f"standard output cannot be written: {error.strerror}"
+                ) from error
         return memoryview(data).nbytes
 
 
@@ -105,8 +109,12 @@ ITEM = "\n  "
 
 # Errors of paths that cannot be bugs of the harness, and who can fix them: the user or the machine.
 PATH_ERRORS: dict[int, type[HarnessError]] = {
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES), UserError),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG), MachineError),
+    **dict.fromkeys(
+        (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES), UserError
+    ),
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG), MachineError
+    ),
 }
 
 
@@ -168,7 +176,9 @@ class Verb:
         parser = Parser(
             prog=self.command,
             description=self.help.strip(),
-            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36),
+            formatter_class=partial(
+                argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36
+            ),
             add_help=self.job is None,
         )
         self._declare(parser, [VERSION] if self.job is None else JOB_FLAGS)
@@ -179,7 +189,9 @@ class Verb:
         for argument in (*flags, *self.arguments, *([JSON] if self.has_json else ())):
             parser.add_argument(*argument.names, **argument.options)
         if self.parts:
-            parts = parser.add_subparsers(required=True, metavar="|".join(part.name for part in self.parts))
+            parts = parser.add_subparsers(
+                required=True, metavar="|".join(part.name for part in self.parts)
+            )
             for part in self.parts:
                 part._declare(parts.add_parser(part.name, help=part.help, description=part.help))
 
@@ -206,7 +218,10 @@ class Verb:
             sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
             return EXIT_OK
         line = self.parse(arguments)
-        with self._asked_for(line) as (call, as_json), _stdout_to_stderr() if as_json else nullcontext():
+        with (
+            self._asked_for(line) as (call, as_json),
+            _stdout_to_stderr() if as_json else nullcontext(),
+        ):
             result = call()
         if isinstance(result, int):
             return result
@@ -227,15 +242,21 @@ class Verb:
             yield run, line.json
             return
         if verb.is_alone:
-            refuse_launched(f"{self.command} starts its processes itself; start it without torchrun")
+            refuse_launched(
+                f"{self.command} starts its processes itself; start it without torchrun"
+            )
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
         typed = spelled_out(line.overrides, verb.job)
-        with search_path(typed, name, folders=line.config_dir or (), primaries={self.name: name}) as found:
+        with search_path(
+            typed, name, folders=line.config_dir or (), primaries={self.name: name}
+        ) as found:
             line.overrides = found
             _warn_of_shadowed_files()
             yield self._composed(line, name, verb.job, run)
 
-    def _composed(self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]) -> Call:
+    def _composed(
+        self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
+    ) -> Call:
         if line.shown:
             return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
@@ -293,7 +314,9 @@ def reported(error: Exception | KeyboardInterrupt) -> int:
         error = missing_package(error) or error
     elif isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         known = PATH_ERRORS.get(error.errno or 0)
-        error = error if known is None else known(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        error = (
+            error if known is None else known(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        )
     if not isinstance(error, HarnessError):
         traceback.print_exc()
         return EXIT_BUG

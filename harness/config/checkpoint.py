@@ -80,7 +80,10 @@ class CheckpointConfig:
             raise ConfigError("checkpoint.initial_load_model_only", False, rule, "true")
         if self.initial_load_path is not None and not self.enable:
             raise ConfigError(
-                "checkpoint.enable", False, "nothing is loaded without it", "checkpoint.load_only=true"
+                "checkpoint.enable",
+                False,
+                "nothing is loaded without it",
+                "checkpoint.load_only=true",
             )
         if self.create_seed_checkpoint and not self.writes:
             raise ConfigError(
@@ -105,4 +108,7 @@ class CheckpointConfig:
 
     def options_of_loading(self) -> dict[str, object]:
         """Options that select what is loaded; stored in checkpoints that the run saves afterwards."""
-        return {"load_step": self.load_step, "exclude_from_loading": sorted(self.exclude_from_loading)}
+        return {
+            "load_step": self.load_step,
+            "exclude_from_loading": sorted(self.exclude_from_loading),
+        }

@@ -111,7 +111,9 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
     def resolve(self) -> ClusterConfig:
         schema = CLUSTERS[self.kind].options
         owner = f"cluster.kind={self.kind}"
-        return replace(self, options=resolve_options(self.options, schema, "cluster.options", owner))
+        return replace(
+            self, options=resolve_options(self.options, schema, "cluster.options", owner)
+        )
 
     @property
     def is_here(self) -> bool:
@@ -145,11 +147,15 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
         if self.kind == "slurm":
             self.validate_slurm()
         elif self.is_here and self.nodes not in (None, 1):
-            raise ConfigError("cluster.nodes", self.nodes, "this machine is one node", "1, or cluster=slurm")
+            raise ConfigError(
+                "cluster.nodes", self.nodes, "this machine is one node", "1, or cluster=slurm"
+            )
 
     def _validate_network(self) -> None:
         if self.link_nodes > 1 and self.is_here:
-            raise ConfigError("cluster.link_nodes", self.link_nodes, "this machine is one node", "1")
+            raise ConfigError(
+                "cluster.link_nodes", self.link_nodes, "this machine is one node", "1"
+            )
 
     def nodes_for(self, world_size: int) -> tuple[int, int]:
         """Return the number of nodes for ``world_size`` ranks, and the ranks on each."""
@@ -176,7 +182,11 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
     @property
     def rank_gbps(self) -> float | None:
         """Network bandwidth of a rank of a full node, in Gbit/s; None if unknown."""
-        if self.network_gbps is None or self.network_adapters is None or self.ranks_per_node is None:
+        if (
+            self.network_gbps is None
+            or self.network_adapters is None
+            or self.ranks_per_node is None
+        ):
             return self.network_gbps
         return self.network_gbps * self.network_adapters / self.ranks_per_node
 
@@ -199,7 +209,9 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
     def validate_gpus(self, gpus: int, ranks: int) -> None:
         """Raise ConfigError if this machine has fewer GPUs than the ranks need, one each."""
         if self.device == "cuda" and gpus == 0:
-            raise ConfigError("cluster.device", "cuda", f"{node_name()} has no NVIDIA GPU", ["cpu", "auto"])
+            raise ConfigError(
+                "cluster.device", "cuda", f"{node_name()} has no NVIDIA GPU", ["cpu", "auto"]
+            )
         if self.device != "cpu" and 0 < gpus < ranks:
             rule = f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}"
             works = f"cpu, or degrees of parallelism that multiply to at most {gpus}"

@@ -206,7 +206,9 @@ class DataConfig:
 
     def split_of(self, split: str) -> str:
         """The dataset's split for "train" or "validation"."""
-        return self.validation_split if split == "validation" and self.validation_split else self.split
+        return (
+            self.validation_split if split == "validation" and self.validation_split else self.split
+        )
 
     @property
     def may_be_corpus(self) -> bool:
@@ -282,7 +284,9 @@ class TokenizerConfig:
                 raise ConfigError(f"tokenizer.{name}", token, rule, "an id, such as 50256")
         if self.path and self.path.startswith(ASSET_PREFIX) and not self.file.is_file():
             shipped = sorted(f"{ASSET_PREFIX}{asset.name}" for asset in ASSETS.glob("*.model"))
-            raise ConfigError("tokenizer.path", self.path, "no such file ships with the harness", shipped)
+            raise ConfigError(
+                "tokenizer.path", self.path, "no such file ships with the harness", shipped
+            )
 
     @property
     def has_file(self) -> bool:

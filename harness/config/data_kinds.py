@@ -158,7 +158,9 @@ def check_effects(data: DataConfig) -> None:
         if value != getattr(default, name):
             readers = [other for other in DATA_KINDS if name in DATA_KINDS[other].fields]
             rule = f"has no effect with data.kind={data.kind}; only data.kind={' or '.join(readers)} uses it"
-            raise ConfigError(f"data.{name}", value, rule, f"data.kind={readers[0]}, or leave it out")
+            raise ConfigError(
+                f"data.{name}", value, rule, f"data.kind={readers[0]}, or leave it out"
+            )
     for name, needed in NEEDED:
         value = getattr(data, name)
         if not getattr(data, needed) and value != getattr(default, name):
@@ -207,7 +209,9 @@ def check_chat(data: DataConfig) -> None:
         ("mask_document_boundary", True, "no token predicts the beginning of another conversation"),
     ):
         if getattr(data, name) != needed:
-            raise ConfigError(f"data.{name}", not needed, f"data.kind=chat: {rule}", str(needed).lower())
+            raise ConfigError(
+                f"data.{name}", not needed, f"data.kind=chat: {rule}", str(needed).lower()
+            )
     if data.chat_date is not None:
         try:
             date.fromisoformat(data.chat_date)
@@ -219,10 +223,14 @@ def check_chat(data: DataConfig) -> None:
 def check_synthetic(data: DataConfig) -> None:
     """Raise ConfigError for fields that have no effect on data without documents."""
     if data.validation_fraction > 0:
-        rule = "synthetic data has no documents to hold out; it generates separate validation samples"
+        rule = (
+            "synthetic data has no documents to hold out; it generates separate validation samples"
+        )
         raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
     if not data.attend_across_documents:
-        raise ConfigError("data.attend_across_documents", False, "synthetic data has no documents", "true")
+        raise ConfigError(
+            "data.attend_across_documents", False, "synthetic data has no documents", "true"
+        )
 
 
 def check_mixture(data: DataConfig) -> None:
@@ -322,10 +330,14 @@ def _without_step(change: Mapping[str, float]) -> dict[str, float]:
 def _check_source(source: DataConfig, name: str) -> None:
     if source.kind == "mixture":
         rule = "a source is not a mixture itself"
-        raise ConfigError(f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others")
+        raise ConfigError(
+            f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others"
+        )
     if source.kind in DATA_KINDS and DATA_KINDS[source.kind].batches != "tokens":
         rule = "samples of a mixture are tokens"
-        raise ConfigError(f"data.sources.{name}.kind", source.kind, rule, "data.kind without a mixture")
+        raise ConfigError(
+            f"data.sources.{name}.kind", source.kind, rule, "data.kind without a mixture"
+        )
     default = type(source)()
     for field in SHARED:
         value = getattr(source, field)
@@ -346,7 +358,9 @@ def _check_weights(data: DataConfig) -> None:
     _check_sources_exist(data, "data.epochs", data.epochs)
     for name in data.source_names if data.epochs else ():
         if name not in data.epochs:
-            raise ConfigError("data.epochs", data.epochs, f"has no source {name}", f"data.epochs.{name}=1")
+            raise ConfigError(
+                "data.epochs", data.epochs, f"has no source {name}", f"data.epochs.{name}=1"
+            )
         if not DATA_KINDS[data.sources[name].kind].has_vocabulary or data.sources[name].streaming:
             rule = f"the number of samples of data.sources.{name} is unknown"
             raise ConfigError(f"data.epochs.{name}", data.epochs[name], rule, "data.weights")

@@ -33,7 +33,16 @@ CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupte
 VICTIMS = tuple(CONSEQUENCES)
 
 # Fields of an error that are copied to the run's row.
-ERROR_FIELDS_IN_ROW = ("kind", "type", "rank", "step", "message", "allocation", "operation", "absent_ranks")
+ERROR_FIELDS_IN_ROW = (
+    "kind",
+    "type",
+    "rank",
+    "step",
+    "message",
+    "allocation",
+    "operation",
+    "absent_ranks",
+)
 
 _PEER_SIGNS = (
     "Connection closed by peer",
@@ -53,7 +62,9 @@ _MEMORY_SIGNS = (
     "Out Of Memory",
     "memory limit",
 )
-_TIMED_OUT = re.compile(r"Timed out waiting (?!for job step)|Watchdog caught collective operation timeout")
+_TIMED_OUT = re.compile(
+    r"Timed out waiting (?!for job step)|Watchdog caught collective operation timeout"
+)
 # Messages of NVIDIA's driver and CUDA about broken hardware, and of disks that do not answer.
 _NODE_SIGNS = (
     "uncorrectable ECC",
@@ -160,7 +171,9 @@ def _exit_code_of(kind: str) -> int:
 
 def _where(error: BaseException) -> str | None:
     """Return the innermost line of this package in an exception's traceback."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(f.filename).parents]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(f.filename).parents
+    ]
     if not frames:
         return None
     frame = frames[-1]

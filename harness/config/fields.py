@@ -184,7 +184,9 @@ def docstrings(cls: type) -> dict[str, str]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any]]:
@@ -200,7 +202,9 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
         kind: type = type(value)
         if _is_part(kind):
             found += leaf_fields(value, name + ".")
-        elif isinstance(value, dict) and dataclasses.is_dataclass(_element_type(config, field.name)):
+        elif isinstance(value, dict) and dataclasses.is_dataclass(
+            _element_type(config, field.name)
+        ):
             for key in sorted(value):
                 found += leaf_fields(value[key], f"{name}.{key}.")
         else:
@@ -275,9 +279,12 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
         problem = "is not a local path"
     # Some files are written under a longer name first.
     elif len(os.fsencode(path)) > LONGEST_PATH or any(
-        len(os.fsencode(part)) > LONGEST_NAME for part in (*path.parent.parts, f"{path.name}{'.' * 40}")
+        len(os.fsencode(part)) > LONGEST_NAME
+        for part in (*path.parent.parts, f"{path.name}{'.' * 40}")
     ):
-        problem = f"is too long: a name has at most {LONGEST_NAME - 40} bytes, a path {LONGEST_PATH}"
+        problem = (
+            f"is too long: a name has at most {LONGEST_NAME - 40} bytes, a path {LONGEST_PATH}"
+        )
     elif file := next(filter(_is_file, path.parents), None):
         problem = f"{file} is not a folder"
     elif kind == "folder" and _is_file(path):
@@ -332,7 +339,9 @@ def _check_number(name: str, value: Any, number: int | float) -> None:
         raise ConfigError(name, value, rule)
 
 
-def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None) -> Any:
+def from_dict(
+    cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None
+) -> Any:
     """Build a (nested) config dataclass from plain containers.
 
     Args:
@@ -347,7 +356,11 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
     inners = inner_classes(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     if unset is None:  # read from a file
-        plain = {name: value for name, value in plain.items() if not _is_removed(f"{prefix}{name}", value)}
+        plain = {
+            name: value
+            for name, value in plain.items()
+            if not _is_removed(f"{prefix}{name}", value)
+        }
     if unknown := set(plain) - known:
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
@@ -392,27 +405,46 @@ class Removed(NamedTuple):
 
 
 REMOVED: tuple[Removed, ...] = (
-    Removed("cluster.hardware.tf32_tflops", after="cluster.hardware.half_tflops", role="", value=None),
-    Removed("cluster.hardware.mxfp8_tflops", after="cluster.hardware.float8_tflops", role="", value=None),
+    Removed(
+        "cluster.hardware.tf32_tflops", after="cluster.hardware.half_tflops", role="", value=None
+    ),
+    Removed(
+        "cluster.hardware.mxfp8_tflops", after="cluster.hardware.float8_tflops", role="", value=None
+    ),
     Removed("cluster.hardware.link", after="cluster.hardware.memory_tb_s", role="", value=None),
     Removed("cluster.hardware.power_w", after="cluster.hardware.units", role="", value=None),
     Removed("cluster.hardware.achieved_half", after="cluster.hardware.units", role="", value=None),
-    Removed("cluster.hardware.achieved_float8", after="cluster.hardware.units", role="", value=None),
-    Removed("cluster.hardware.achieved_attention", after="cluster.hardware.units", role="", value=None),
+    Removed(
+        "cluster.hardware.achieved_float8", after="cluster.hardware.units", role="", value=None
+    ),
+    Removed(
+        "cluster.hardware.achieved_attention", after="cluster.hardware.units", role="", value=None
+    ),
     Removed("cluster.leaf_nodes", after="cluster.link_nodes", role="", value=None),
     Removed("cluster.oversubscription", after="cluster.link_nodes", role="", value=None),
     Removed("cluster.pue", after="cluster.dollars_per_gpu_hour", role="", value=None),
     Removed("optimizer.newton_schulz_steps", after="optimizer.momentum", role="", value=5),
-    Removed("optimizer.newton_schulz_half", after="optimizer.newton_schulz_dtype", role="", value=False),
-    Removed("optimizer.in_backward", after="optimizer.implementation", role="execution", value=False),
+    Removed(
+        "optimizer.newton_schulz_half", after="optimizer.newton_schulz_dtype", role="", value=False
+    ),
+    Removed(
+        "optimizer.in_backward", after="optimizer.implementation", role="execution", value=False
+    ),
     Removed("evaluation.tasks", after="evaluation.interval", role="", value=["data"]),
-    Removed("optimizer.decay_vectors", after="optimizer.weight_decay", role="numerics", value=False),
-    Removed("optimizer.decay_embeddings", after="optimizer.weight_decay", role="numerics", value=True),
+    Removed(
+        "optimizer.decay_vectors", after="optimizer.weight_decay", role="numerics", value=False
+    ),
+    Removed(
+        "optimizer.decay_embeddings", after="optimizer.weight_decay", role="numerics", value=True
+    ),
     Removed("debug.max_skipped_steps", after="debug.non_finite", role="numerics", value=10),
-    Removed("cluster.stop_timeout_seconds", after="cluster.start_timeout_seconds", role="", value=300),
+    Removed(
+        "cluster.stop_timeout_seconds", after="cluster.start_timeout_seconds", role="", value=300
+    ),
 )
 REMOVED_AFTER = {
-    after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda removed: removed.after)
+    after: list(removed)
+    for after, removed in itertools.groupby(REMOVED, key=lambda removed: removed.after)
 }
 _REMOVED_BY_NAME = {removed.name: removed for removed in REMOVED}
 REMOVED_VALUES = {"metrics.console": ("auto", "rich")}
@@ -427,7 +459,11 @@ def _is_removed(name: str, value: Any) -> bool:
 
 
 def no_such_field(
-    name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = (), whole: str = "the job"
+    name: str,
+    known: Iterable[str],
+    prefix: str,
+    namesakes: Iterable[str] = (),
+    whole: str = "the job",
 ) -> str:
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
     if prefix + name in _REMOVED_BY_NAME:

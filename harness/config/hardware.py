@@ -64,8 +64,12 @@ class HardwareConfig:
             raise ConfigError("cluster.accelerator", accelerator or "''", "no such choice", choices)
         for name, example in _NEEDED.items():
             if getattr(self, name) is None:
-                rule = f"must be given, because harness/util/hardware.py does not have {accelerator}"
-                raise ConfigError(f"cluster.hardware.{name}", None, rule, f"{example}, if it were an H100")
+                rule = (
+                    f"must be given, because harness/util/hardware.py does not have {accelerator}"
+                )
+                raise ConfigError(
+                    f"cluster.hardware.{name}", None, rule, f"{example}, if it were an H100"
+                )
 
 
 @lru_cache

@@ -13,7 +13,16 @@ from typing import Any, ClassVar, Self
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import EXECUTION, LONGEST_NAME, NUMERICS, from_dict, identity, label, leaves, part
+from harness.config.fields import (
+    EXECUTION,
+    LONGEST_NAME,
+    NUMERICS,
+    from_dict,
+    identity,
+    label,
+    leaves,
+    part,
+)
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -91,7 +100,9 @@ class Job:
     def fsdp_ranks(self) -> int:
         """Ranks that FSDP shards or replicates parameters over; experts may have more than the others."""
         layout = self.parallelism
-        of_experts = layout.expert_shards if self.model.moe.enabled and layout.has_expert_mesh else 1
+        of_experts = (
+            layout.expert_shards if self.model.moe.enabled and layout.has_expert_mesh else 1
+        )
         return layout.dp_replicate * max(layout.parameter_shards, of_experts)
 
     @property
@@ -111,7 +122,9 @@ class Job:
     @property
     def sizes(self) -> Sizes:
         schedule = self.schedule
-        return Sizes(self.global_batch_size, self.training.seq_len, schedule.batch_sizes, schedule.seq_lens)
+        return Sizes(
+            self.global_batch_size, self.training.seq_len, schedule.batch_sizes, schedule.seq_lens
+        )
 
     @property
     def global_batch_size(self) -> int:
@@ -128,7 +141,11 @@ class Job:
     @property
     def microbatch_size(self) -> int:
         """Sequences that a model part processes at once; without a pipeline, all of a forward pass."""
-        return self.parallelism.pp_microbatch_size if self.parallelism.pp > 1 else self.local_batch_size
+        return (
+            self.parallelism.pp_microbatch_size
+            if self.parallelism.pp > 1
+            else self.local_batch_size
+        )
 
     @property
     def microbatches(self) -> int:
@@ -143,7 +160,9 @@ class Job:
     def compiles(self, *, on_gpu: bool) -> bool:
         """Whether steps call the compiler: with ``compile.enable``; on GPUs also FlexAttention and some
         optimizers, whatever is asked for."""
-        always = self.training.attention == "flex" or self.optimizer.compiles(self.precision.master_dtype)
+        always = self.training.attention == "flex" or self.optimizer.compiles(
+            self.precision.master_dtype
+        )
         return self.compile.enable or (on_gpu and always)
 
     @property
@@ -165,7 +184,9 @@ class Job:
             rule = "must name a folder inside runs_dir"
             raise ConfigError("name", self.name or "''", rule, self.model.name)
         if any(len(os.fsencode(part)) > LONGEST_NAME for part in parts):
-            raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
+            raise ConfigError(
+                "name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -95,10 +95,16 @@ class MetricsConfig:
         for name, options in self.views.items():
             field = f"metrics.views.{name}"
             if name in _SWITCHES or name not in VIEWS:
-                works = [f"metrics.{name}=true"] if name in _SWITCHES else sorted({*VIEWS} - {*_SWITCHES})
+                works = (
+                    [f"metrics.{name}=true"]
+                    if name in _SWITCHES
+                    else sorted({*VIEWS} - {*_SWITCHES})
+                )
                 raise ConfigError(field, options, "no such view", works)
             if not isinstance(options, dict):
-                raise ConfigError(field, options, "must be a mapping of the view's options", f"{field}={{}}")
+                raise ConfigError(
+                    field, options, "must be a mapping of the view's options", f"{field}={{}}"
+                )
             views[name] = resolve_options(options, VIEWS[name].options, field, f"the view {name}")
         return replace(self, views=views)
 
@@ -150,4 +156,6 @@ class ProfilingConfig:
         """Reject memory snapshots without a GPU, for the reason ``why``."""
         if self.enable and self.memory_snapshot:
             rule = f"snapshots need a GPU, and {why}"
-            raise ConfigError("profiling.memory_snapshot", True, rule, "false, or cluster.device=cuda")
+            raise ConfigError(
+                "profiling.memory_snapshot", True, rule, "false, or cluster.device=cuda"
+            )

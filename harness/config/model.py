@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from harness.config.fields import NUMERICS, Switch, from_dict, label, leaves, numerics, part, with_value
+from harness.config.fields import (
+    NUMERICS,
+    Switch,
+    from_dict,
+    label,
+    leaves,
+    numerics,
+    part,
+    with_value,
+)
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError, divisors
 
@@ -123,7 +132,9 @@ class AttentionConfig:
             return
         for name in _LATENT:
             if getattr(self, name) < 1:
-                raise ConfigError(f"model.attention.{name}", getattr(self, name), "must be at least 1")
+                raise ConfigError(
+                    f"model.attention.{name}", getattr(self, name), "must be at least 1"
+                )
         if n_kv_heads != n_heads:
             rule = f"every head of latent attention has keys: it must be model.n_heads={n_heads}"
             raise ConfigError("model.n_kv_heads", n_kv_heads, rule, [n_heads])
@@ -131,7 +142,12 @@ class AttentionConfig:
             whole = self.qk_nope_head_dim + self.qk_rope_head_dim
             rule = "must be qk_nope_head_dim + qk_rope_head_dim of model.attention"
             raise ConfigError("model.head_dim", head_width, rule, f"{whole}, or null")
-        for name, off in (("qkv_bias", False), ("output_bias", False), ("qk_norm", "none"), ("sinks", False)):
+        for name, off in (
+            ("qkv_bias", False),
+            ("output_bias", False),
+            ("qk_norm", "none"),
+            ("sinks", False),
+        ):
             if getattr(self, name) != off:
                 rule = "latent attention has none"
                 raise ConfigError(f"model.attention.{name}", getattr(self, name), rule, [off])
@@ -180,7 +196,10 @@ class RopeConfig:
             most = getattr(self, high)
             if least > most or (least == most and low == "beta_slow"):
                 raise ConfigError(
-                    f"model.rope.{low}", least, f"must be below model.rope.{high}={most}", f"{most / 4}"
+                    f"model.rope.{low}",
+                    least,
+                    f"must be below model.rope.{high}={most}",
+                    f"{most / 4}",
                 )
         if (self.mscale is None) != (self.mscale_all_dim is None):
             rule = "belongs with model.rope.mscale_all_dim: both are set or neither is"
@@ -279,14 +298,18 @@ class MoEConfig:
     def _validate_groups(self) -> None:
         if self.num_experts % self.num_groups:
             rule = f"must divide model.moe.num_experts={self.num_experts}"
-            raise ConfigError("model.moe.num_groups", self.num_groups, rule, divisors(self.num_experts))
+            raise ConfigError(
+                "model.moe.num_groups", self.num_groups, rule, divisors(self.num_experts)
+            )
         if self.top_groups > self.num_groups:
             rule = f"must not exceed model.moe.num_groups={self.num_groups}"
             raise ConfigError("model.moe.top_groups", self.top_groups, rule, [self.num_groups])
         in_group = self.num_experts // self.num_groups
         if self.top_k > self.top_groups * in_group:
             rule = f"must not exceed the {self.top_groups * in_group} experts that are chosen from"
-            raise ConfigError("model.moe.top_k", self.top_k, rule, f"at most {self.top_groups * in_group}")
+            raise ConfigError(
+                "model.moe.top_k", self.top_k, rule, f"at most {self.top_groups * in_group}"
+            )
         if self.group_score == "top2_sum" and self.num_groups > 1 and in_group < 2:
             rule = "needs two experts in a group, and there is one"
             raise ConfigError("model.moe.group_score", self.group_score, rule, ["max"])
@@ -472,7 +495,11 @@ class ModelConfig:
                 model = with_value(model, name, width * dim // self.dim)
         for name, width in given.items():
             model = with_value(model, name, width)
-        return replace(model, head_dim=model.attention.latent_head_dim) if self.attention.is_latent else model
+        return (
+            replace(model, head_dim=model.attention.latent_head_dim)
+            if self.attention.is_latent
+            else model
+        )
 
     @classmethod
     def from_stored(cls, plain: dict[str, Any]) -> ModelConfig:

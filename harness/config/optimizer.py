@@ -63,7 +63,11 @@ KINDS: Registry[Kind] = Registry(
         "adamw": _ADAM,
         "adam": _ADAM,
         "lion": Kind(
-            "harness.optimizer.build:lion", ("exp_avg",), has_eps=False, moved_bytes=20, mup="entries"
+            "harness.optimizer.build:lion",
+            ("exp_avg",),
+            has_eps=False,
+            moved_bytes=20,
+            mup="entries",
         ),
         "muon": Kind(
             "harness.optimizer.build:muon",
@@ -126,7 +130,11 @@ class Decay:
 
     def __call__(self, progress: float, options: Mapping[str, Any]) -> float:
         """Return the rate, as a fraction between the smallest (0) and the peak (1)."""
-        return self.shape(progress) if self.options is None else self.shape(progress, self.options(**options))
+        return (
+            self.shape(progress)
+            if self.options is None
+            else self.shape(progress, self.options(**options))
+        )
 
 
 DECAYS: Registry[Decay] = Registry(
@@ -166,7 +174,9 @@ class OptimizerConfig:
     [{match: 'layers\\..*\\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
     momentum: float = muon_numerics(0.95, least=0, below=1, id_omits_default=True)
     """Muon: decay of the running mean of gradients, per step (with Nesterov's momentum)."""
-    newton_schulz_dtype: str | None = muon_numerics(None, choices=STATE_DTYPES, id_omits_default=True)
+    newton_schulz_dtype: str | None = muon_numerics(
+        None, choices=STATE_DTYPES, id_omits_default=True
+    )
     """Muon: format of the iterations of Newton-Schulz that orthogonalize an update, float32 or bfloat16;
     null: precision.param_dtype."""
     lr_scale: str = muon_numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
@@ -204,12 +214,18 @@ class OptimizerConfig:
     def validate(self, master_dtype: str = "float32") -> None:
         if self.state_dtype == EIGHT_BIT and (others := sorted(self.kinds - {"adamw", "adam"})):
             rule = f"is a format of AdamW's and Adam's state, and {others[0]} updates tensors too"
-            raise ConfigError("optimizer.state_dtype", EIGHT_BIT, rule, "bfloat16, or optimizer=adamw")
+            raise ConfigError(
+                "optimizer.state_dtype", EIGHT_BIT, rule, "bfloat16, or optimizer=adamw"
+            )
         if self.implementation != "auto" and self._is_rounded(master_dtype):
             rule = "torch's AdamW does not update parameters or state of fewer bits in float32"
             works = "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32"
             raise ConfigError("optimizer.implementation", self.implementation, rule, works)
-        if self.implementation != "auto" and not KINDS[self.kind].is_torchs and not KINDS[self.kind].others:
+        if (
+            self.implementation != "auto"
+            and not KINDS[self.kind].is_torchs
+            and not KINDS[self.kind].others
+        ):
             rule = f"torch has no {self.kind}"
             raise ConfigError("optimizer.implementation", self.implementation, rule, "auto")
         means = ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else []))
@@ -270,7 +286,9 @@ class ScheduleConfig:
     def resolve(self) -> ScheduleConfig:
         schema = DECAYS[self.decay_type].options
         owner = f"schedule.decay_type={self.decay_type}"
-        return replace(self, options=resolve_options(self.options, schema, "schedule.options", owner))
+        return replace(
+            self, options=resolve_options(self.options, schema, "schedule.options", owner)
+        )
 
     def curve_steps(self, steps: int) -> int:
         return max(steps, self.total_steps or 0)

@@ -33,7 +33,9 @@ PIPELINE = Switch("parallelism.pp", "parallelism.pp=2", _several)
 pipeline_execution = functools.partial(execution, needs=PIPELINE)
 CONTEXT = Switch("parallelism.cp", "parallelism.cp=2", _several)
 RING = Switch("parallelism.cp_method", on="ring")
-SHARDS = Switch("parallelism.dp_shard", "parallelism.dp_shard=2", _several, "parallelism.parameter_shards")
+SHARDS = Switch(
+    "parallelism.dp_shard", "parallelism.dp_shard=2", _several, "parallelism.parameter_shards"
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class ParallelismConfig:
     fsdp_prefetch: int = execution(1, least=1, id_omits_default=True, needs=SHARDS)
     """Blocks whose parameters FSDP gathers ahead, in forward and in backward. More hide gathers that take
     longer than a block computes, and take the memory of their parameters."""
-    fsdp_buffers: str = execution("default", choices=FSDP_BUFFERS, id_omits_default=True, needs=SHARDS)
+    fsdp_buffers: str = execution(
+        "default", choices=FSDP_BUFFERS, id_omits_default=True, needs=SHARDS
+    )
     """Memory that FSDP's collectives use: of torch's allocator (default); registered with NCCL, for transfers
     without copies; or symmetric, for the GPU's copy engines on one node."""
     cpu_offload: bool = execution(False)
@@ -195,9 +199,13 @@ class ParallelismConfig:
             if world % others:
                 named = degrees_in_words(self.degrees, between="=", none="")
                 rule = f"{named} does not divide the world size {world}{origin}"
-                works = f"a world size that is a multiple of {others}, or degrees that divide {world}"
+                works = (
+                    f"a world size that is a multiple of {others}, or degrees that divide {world}"
+                )
                 raise ConfigError("parallelism.dp_shard", -1, rule, works)
-            return replace(self, dp_shard=world // others).resolve(world_size, default_world, origin)
+            return replace(self, dp_shard=world // others).resolve(
+                world_size, default_world, origin
+            )
         if world_size is not None and self.world_size != world_size:
             named = degrees_in_words(self.degrees, between="=", none="")
             others = self.world_size // self.dp_shard
@@ -214,7 +222,9 @@ class ParallelismConfig:
             raise ConfigError("parallelism.dp_shard", self.dp_shard, rule, works)
         if self.pp == 1 or self.pp_schedule_csv is None:
             return self
-        return replace(self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest)
+        return replace(
+            self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest
+        )
 
     def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
         self._validate_tensor(model, seq_len)
@@ -270,33 +280,47 @@ class ParallelismConfig:
     def _shards_experts(self, model: ModelConfig, ep: int) -> bool:
         shards = self.expert_ranks // ep
         hidden = model.moe.hidden_dim // (self.tp if self.splits_experts else 1)
-        return (model.moe.num_experts // ep) % shards == 0 or not (hidden % shards or model.dim % shards)
+        return (model.moe.num_experts // ep) % shards == 0 or not (
+            hidden % shards or model.dim % shards
+        )
 
     def _validate_context(self, model: ModelConfig) -> None:
         if self.cp == 1 or self.cp_method == "ring":
             return
-        heads = {f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")}
+        heads = {
+            f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")
+        }
         broken = [name for name, share in heads.items() if share % self.cp]
         if broken:
             named = [f"{name}={getattr(model, name.removeprefix('model.'))}" for name in broken]
             of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
             works = ", ".join(map(str, divisors(*heads.values())))
             rule = f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}"
-            raise ConfigError("parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring")
+            raise ConfigError(
+                "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring"
+            )
 
     def _validate_sequence(self, seq_len: int) -> None:
         unit = self.sequence_unit
         if seq_len % unit == 0:
             return
         works = [f"{seq_len // unit * unit or unit}"]
-        if self.uses_sequence_parallel and seq_len % self._sequence_unit(self.balances_context, False) == 0:
+        if (
+            self.uses_sequence_parallel
+            and seq_len % self._sequence_unit(self.balances_context, False) == 0
+        ):
             works.append("parallelism.sequence_parallel=false")
-        if self.balances_context and seq_len % self._sequence_unit(False, self.sequence_parallel) == 0:
+        if (
+            self.balances_context
+            and seq_len % self._sequence_unit(False, self.sequence_parallel) == 0
+        ):
             works.append("parallelism.cp_load_balance=false")
         rule = f"sequence parallel needs a multiple of parallelism.tp={self.tp}"
         if self.cp > 1:
             pieces = "two pieces for each of" if self.balances_context else "a piece for each of"
-            of_tp = f", each split over parallelism.tp={self.tp}" if self.uses_sequence_parallel else ""
+            of_tp = (
+                f", each split over parallelism.tp={self.tp}" if self.uses_sequence_parallel else ""
+            )
             rule = f"must be a multiple of {unit}: {pieces} parallelism.cp={self.cp} ranks{of_tp}"
         raise ConfigError("training.seq_len", seq_len, rule, ", or ".join(works))
 
@@ -314,6 +338,11 @@ class ParallelismConfig:
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
 
 
-def degrees_in_words(degrees: Mapping[str, int], *, between: str = " ", none: str = "one rank") -> str:
+def degrees_in_words(
+    degrees: Mapping[str, int], *, between: str = " ", none: str = "one rank"
+) -> str:
     """Format the degrees above 1: ``pp 8 x dp_shard 8 x tp 8``; ``none`` if there are none."""
-    return " x ".join(f"{axis}{between}{degree}" for axis, degree in degrees.items() if degree > 1) or none
+    return (
+        " x ".join(f"{axis}{between}{degree}" for axis, degree in degrees.items() if degree > 1)
+        or none
+    )

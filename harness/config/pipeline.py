@@ -38,10 +38,14 @@ class ScheduleRule:
     @property
     def stages_in_words(self) -> str:
         """Number of stages a rank must hold, for error messages."""
-        return {"one": "one stage", "two": "two stages", "many": "two or more stages"}[self.stages_per_rank]
+        return {"one": "one stage", "two": "two stages", "many": "two or more stages"}[
+            self.stages_per_rank
+        ]
 
     def takes_stages(self, per_rank: int) -> bool:
-        return {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[self.stages_per_rank]
+        return {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[
+            self.stages_per_rank
+        ]
 
     def takes_microbatches(self, microbatches: int, pp: int, per_rank: int) -> bool:
         if self.microbatches == "stages":
@@ -126,7 +130,9 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
     microbatches = len({number for _, number in kinds})
     wanted = set(product(stages, range(microbatches)))
     if kinds.keys() != wanted or any(found.count("F") != 1 for found in kinds.values()):
-        raise refusal(f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}")
+        raise refusal(
+            f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}"
+        )
     if any(found.replace("F", "") not in ("B", "IW") for found in kinds.values()):
         raise refusal("every stage and microbatch needs one B, or one I and one W after it")
     if waiting := _waiting(passes, stages[-1]):
@@ -175,7 +181,9 @@ def stages_per_rank(layout: ParallelismConfig, n_layers: int) -> int:
             typed = _typed(layout.pp_modules_per_stage)
             raise ConfigError("parallelism.pp_modules_per_stage", typed, rule, stages)
         works = [*fitting_layers_per_stage(layout, n_layers), "null"]
-        raise ConfigError("parallelism.pp_layers_per_stage", layout.pp_layers_per_stage, rule, works)
+        raise ConfigError(
+            "parallelism.pp_layers_per_stage", layout.pp_layers_per_stage, rule, works
+        )
     return -(-total // layout.pp)
 
 
@@ -188,7 +196,9 @@ def fitting_layers_per_stage(layout: ParallelismConfig, n_layers: int) -> list[i
     return [
         layers
         for layers, total in totals.items()
-        if total <= n_layers + 2 and total % layout.pp == 0 and schedule.takes_stages(total // layout.pp)
+        if total <= n_layers + 2
+        and total % layout.pp == 0
+        and schedule.takes_stages(total // layout.pp)
     ]
 
 
@@ -243,7 +253,9 @@ def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
         rule = f"{total} stages are too many for model.n_layers={n_layers} ({weights})"
         if layers is not None:
             raise ConfigError("parallelism.pp_layers_per_stage", layers, rule, works)
-        raise ConfigError("parallelism.pp", layout.pp, rule, f"at most {most // (total // layout.pp)}")
+        raise ConfigError(
+            "parallelism.pp", layout.pp, rule, f"at most {most // (total // layout.pp)}"
+        )
 
 
 def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
@@ -303,9 +315,13 @@ def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
     if missing:
         raise ConfigError(field, value, f"leaves out {', '.join(missing)}", modules)
     if named != wanted:
-        raise ConfigError(field, value, "must name every module once, in the order of the model", modules)
+        raise ConfigError(
+            field, value, "must name every module once, in the order of the model", modules
+        )
     if any(not stage for stage in stages):
-        raise ConfigError(field, value, "has a stage without a module", "one module or more in every stage")
+        raise ConfigError(
+            field, value, "has a stage without a module", "one module or more in every stage"
+        )
 
 
 def _typed(stages: list[list[str]]) -> str:
@@ -313,7 +329,9 @@ def _typed(stages: list[list[str]]) -> str:
     return text if len(text) <= 100 else f"{text[:96]}...]"
 
 
-def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_size: int, share: int) -> None:
+def check_pipeline(
+    layout: ParallelismConfig, model: ModelConfig, local_batch_size: int, share: int
+) -> None:
     check_weights(layout, model.n_layers)
     if layout.pp == 1:
         return

@@ -72,7 +72,9 @@ class PrecisionConfig:
 
     def validate(self) -> None:
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
-            rule = "computing in param_dtype=float32 on parameters rounded to bfloat16 gains nothing"
+            rule = (
+                "computing in param_dtype=float32 on parameters rounded to bfloat16 gains nothing"
+            )
             works = "float32, or precision=bf16_full"
             raise ConfigError("precision.master_dtype", self.master_dtype, rule, works)
         if self.linear == "none":

@@ -44,7 +44,12 @@ class Registry(Generic[Value]):
     """
 
     def __init__(
-        self, kind: str, builtins: Mapping[str, Value | str], *, field: str, expects: str | None = None
+        self,
+        kind: str,
+        builtins: Mapping[str, Value | str],
+        *,
+        field: str,
+        expects: str | None = None,
     ) -> None:
         self.kind = kind
         self.field = field
@@ -101,16 +106,24 @@ class Registry(Generic[Value]):
             value = self._builtins[name]
             return load_attribute(value) if isinstance(value, str) else value
         if name not in self.plugins:
-            rule = f"no installed package adds this name (entry points of group harness.{self.kind})"
-            raise MissingPackageError(self.field, name, rule, [*self, "or install the package that adds it"])
+            rule = (
+                f"no installed package adds this name (entry points of group harness.{self.kind})"
+            )
+            raise MissingPackageError(
+                self.field, name, rule, [*self, "or install the package that adds it"]
+            )
         entry = self.plugins[name]
         try:
             loaded = entry.load()
         except Exception as error:  # a package may raise anything when it is imported
-            raise self._broken(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
+            raise self._broken(
+                entry, f"cannot be imported: {type(error).__name__}: {error}"
+            ) from error
         if self._expects is not None:
             kind = load_attribute(self._expects)
-            fits = issubclass(loaded, kind) if isinstance(loaded, type) else isinstance(loaded, kind)
+            fits = (
+                issubclass(loaded, kind) if isinstance(loaded, type) else isinstance(loaded, kind)
+            )
             if not fits:
                 expected = f"{kind.__module__}.{kind.__qualname__}"
                 raise self._broken(entry, f"has {entry.value}, which is no {expected}")
@@ -150,7 +163,9 @@ def load_attribute(location: str) -> Any:
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
-def resolve_options(options: dict[str, Any], schema: type | None, field: str, owner: str) -> dict[str, Any]:
+def resolve_options(
+    options: dict[str, Any], schema: type | None, field: str, owner: str
+) -> dict[str, Any]:
     """Check the options that a field has for one choice of another field, and add the defaults.
 
     Args:
@@ -163,7 +178,9 @@ def resolve_options(options: dict[str, Any], schema: type | None, field: str, ow
     if schema is None:
         if options:
             name = min(options)
-            raise ConfigError(f"{field}.{name}", options[name], f"{owner} has no options", "leave it out")
+            raise ConfigError(
+                f"{field}.{name}", options[name], f"{owner} has no options", "leave it out"
+            )
         return {}
     typed = from_dict(schema, options, f"{field}.")
     check_rules(typed, f"{field}.")

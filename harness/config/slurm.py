@@ -95,7 +95,9 @@ class SlurmConfig:
 
     def validate_slurm(self) -> None:
         if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
-            rule = f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts"
+            rule = (
+                f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts"
+            )
             works = f"at most {self.minutes * 60 - 1}"
             raise ConfigError("cluster.signal_seconds", self.signal_seconds, rule, works)
         for name, (pattern, rule, works) in _FORMS.items():
@@ -105,7 +107,10 @@ class SlurmConfig:
         for name in self.env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ConfigError(
-                    f"cluster.env.{name}", self.env[name], "is not a valid variable name", "NCCL_DEBUG"
+                    f"cluster.env.{name}",
+                    self.env[name],
+                    "is not a valid variable name",
+                    "NCCL_DEBUG",
                 )
         check_sbatch(self.sbatch, gres=self.gres)
         check_srun(self.srun_args)
@@ -114,7 +119,9 @@ class SlurmConfig:
         try:
             shlex.split(container)
         except ValueError as error:
-            raise ConfigError("cluster.container", container, f"cannot be parsed: {error}") from None
+            raise ConfigError(
+                "cluster.container", container, f"cannot be parsed: {error}"
+            ) from None
         if _IMAGE.fullmatch(container):
             works = f'"--container-image={container}", or apptainer exec --nv {container}'
             rule = "is an image, which no rank can execute"
@@ -170,7 +177,9 @@ def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
         if (own := _own(name, _OF_SBATCH)) is not None:
             raise ConfigError(field, value, f"the harness sets --{own} itself", _instead(own))
         if name == "gres" and (gres or "gpu" in str(value)):
-            raise ConfigError(field, value, "the harness asks for GPUs itself", "cluster.ranks_per_node")
+            raise ConfigError(
+                field, value, "the harness asks for GPUs itself", "cluster.ranks_per_node"
+            )
         if value is False or not isinstance(value, bool | int | float | str):
             rule = "must be one value, or true for an option without one"
             raise ConfigError(field, value, rule, "quotes around commas")
@@ -190,7 +199,11 @@ def check_srun(arguments: Sequence[str]) -> None:
 
 def _instead(option: str) -> str:
     has_field = option in (field.name for field in fields(SlurmConfig))
-    return f"cluster.{option}" if has_field else _INSTEAD.get(option, "fields of cluster and parallelism")
+    return (
+        f"cluster.{option}"
+        if has_field
+        else _INSTEAD.get(option, "fields of cluster and parallelism")
+    )
 
 
 def _own(name: str, options: str) -> str | None:
@@ -238,6 +251,9 @@ def minutes_of(time: str) -> int:
     total = (parts.get("days", 0) * 24 + hours) * 60 + minutes + -(-seconds // 60)
     if total < 1:
         raise ConfigError(
-            "cluster.time", time, "must be a time in one of sbatch's forms", "90, 1:30:00, 2-12:00:00"
+            "cluster.time",
+            time,
+            "must be a time in one of sbatch's forms",
+            "90, 1:30:00, 2-12:00:00",
         )
     return total

@@ -106,7 +106,9 @@ def _refuse_control_characters(field: str, text: str, *, in_list: bool) -> None:
     found = next((sign for sign in text if unicodedata.category(sign) in _REFUSED), None)
     if found is not None:
         rule = f"must be one line of printable text, and holds U+{ord(found):04X}"
-        raise ConfigError(field, text, rule, "one element for each line, like [a,b]" if in_list else "")
+        raise ConfigError(
+            field, text, rule, "one element for each line, like [a,b]" if in_list else ""
+        )
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -121,7 +123,9 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(f"{name}.{key}", element)
 
 
-def refuse_secrets(texts: Iterable[tuple[str, str]], environment: Mapping[str, str] = os.environ) -> None:
+def refuse_secrets(
+    texts: Iterable[tuple[str, str]], environment: Mapping[str, str] = os.environ
+) -> None:
     """Check texts, each with the field that it is for.
 
     Raises:
@@ -139,7 +143,9 @@ def refuse_secrets(texts: Iterable[tuple[str, str]], environment: Mapping[str, s
 
 def masked(message: str) -> str:
     """Return a message in which secrets are replaced by ``***``."""
-    secrets = {re.escape(secret) for secret, _, _ in _secrets(message, _values_of_secrets(os.environ))}
+    secrets = {
+        re.escape(secret) for secret, _, _ in _secrets(message, _values_of_secrets(os.environ))
+    }
     # Longer ones first, and no parts of words, because a password may be one letter.
     pattern = "|".join(sorted(secrets, key=len, reverse=True))
     return re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", "***", message) if secrets else message
@@ -158,13 +164,13 @@ def _secrets(text: str, values: Mapping[str, str]) -> Iterator[tuple[str, str, s
                 yield value, *_of_variable(name)
     for url in _URL.finditer(text) if "://" in text else ():
         user = url["user"] or ""
-        parameters = [found["value"] for found in _PARAMETER.finditer(url[0]) if _is_secret(found["name"])]
+        parameters = [
+            found["value"] for found in _PARAMETER.finditer(url[0]) if _is_secret(found["name"])
+        ]
         if ":" in user or (user and "http" in url["scheme"].lower()):
             parameters.append(user)
         for parameter in parameters:
-            works = (
-                "the URL without it, and credentials where its client looks for them, as in the environment"
-            )
+            works = "the URL without it, and credentials where its client looks for them, as in the environment"
             yield parameter, "a URL with a password or token", works
     for found in _FORMS.finditer(text):
         yield found[str(found.lastgroup)], "what looks like a password or token", _ELSEWHERE

@@ -47,7 +47,9 @@ class Phase:
 
     def share(self, rows: range, batch_size: int) -> range:
         """Return the rows of a rank that has ``rows`` of a batch of ``batch_size``: the same fraction."""
-        return range(rows.start * self.batch_size // batch_size, rows.stop * self.batch_size // batch_size)
+        return range(
+            rows.start * self.batch_size // batch_size, rows.stop * self.batch_size // batch_size
+        )
 
 
 class Sizes:
@@ -78,7 +80,9 @@ class Sizes:
         return list(dict.fromkeys(phase.seq_len for phase in self.phases))
 
     def at(self, step: int) -> Phase:
-        return next(phase for phase in self.phases if phase.last_step is None or step <= phase.last_step)
+        return next(
+            phase for phase in self.phases if phase.last_step is None or step <= phase.last_step
+        )
 
     def changes_length(self, step: int) -> bool:
         """Whether the sequences of a step have another length than those of the step before."""
@@ -114,7 +118,9 @@ def _size_at(step: int, changes: Changes, final: int) -> int:
 def require_stride(field: str, stride: int | None, window: int) -> None:
     """Raise ConfigError if windows would leave out tokens."""
     if stride is not None and stride > window:
-        raise ConfigError(field, stride, f"exceeds the window of {window} tokens", f"at most {window}")
+        raise ConfigError(
+            field, stride, f"exceeds the window of {window} tokens", f"at most {window}"
+        )
 
 
 NON_FINITE = ("stop", "skip")
@@ -245,7 +251,9 @@ def parse_count(name: str, value: int | float | str) -> int:
     except InvalidOperation:
         is_count = False
     if not is_count:
-        raise ConfigError(name, text or "''", "must be an integer of at least 1", "20B, 500M or 1e9")
+        raise ConfigError(
+            name, text or "''", "must be an integer of at least 1", "20B, 500M or 1e9"
+        )
     return int(count)
 
 
@@ -366,7 +374,9 @@ class CompileConfig:
 
     enable: bool = execution(False)
     """Compile the components below."""
-    components: list[str] = execution(factory=lambda: list(COMPONENTS), choices=COMPONENTS, needs=COMPILE)
+    components: list[str] = execution(
+        factory=lambda: list(COMPONENTS), choices=COMPONENTS, needs=COMPILE
+    )
     """What is compiled: blocks, loss, or both."""
     backend: str = execution("inductor", needs=COMPILE)
     """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
@@ -375,7 +385,9 @@ class CompileConfig:
     cuda_graphs: bool = execution(False, id_omits_default=True)
     """Capture the passes of a step in one CUDA graph and its update in another, which the host launches in
     place of their kernels; with or without compiled components."""
-    mode: str = execution("default", choices=TUNING, id_omits_default=True, needs=(COMPILE, INDUCTOR))
+    mode: str = execution(
+        "default", choices=TUNING, id_omits_default=True, needs=(COMPILE, INDUCTOR)
+    )
     """What inductor tunes on the GPU in the first step: default, little; coordinate-descent, its Triton
     kernels; max-autotune-no-cudagraphs, also matrix products, which Triton may then compute."""
 
@@ -389,7 +401,9 @@ class CompileConfig:
 
     def validate(self) -> None:
         if self.enable and not self.components:
-            raise ConfigError("compile.components", "[]", "nothing is left to compile", "compile=off")
+            raise ConfigError(
+                "compile.components", "[]", "nothing is left to compile", "compile=off"
+            )
         if self.backend not in BACKENDS and self.backend not in _installed_backends():
             raise ConfigError("compile.backend", self.backend or "''", "no such choice", BACKENDS)
 

@@ -44,9 +44,13 @@ def fits(value: Any, hint: Any) -> bool:
     if kind in (Union, UnionType):
         return any(fits(value, argument) for argument in arguments)
     if kind is list:
-        return isinstance(value, list | tuple) and all(fits(element, arguments[0]) for element in value)
+        return isinstance(value, list | tuple) and all(
+            fits(element, arguments[0]) for element in value
+        )
     if kind is dict:
-        return isinstance(value, dict) and all(fits(element, arguments[1]) for element in value.values())
+        return isinstance(value, dict) and all(
+            fits(element, arguments[1]) for element in value.values()
+        )
     if dataclasses.is_dataclass(hint):
         return isinstance(value, dict | cast("type", hint))
     if hint is float:
@@ -104,7 +108,10 @@ _WORDS = {
     list[str]: "a list of texts, like [a,b]",
     dict[str, str]: "a mapping of names to text, like {a: b}",
 }
-_WORDS_OF_LISTS = {list: "a list of lists, like [[a,b],[c]]", dict: "a list of mappings, like [{a:1,b:2}]"}
+_WORDS_OF_LISTS = {
+    list: "a list of lists, like [[a,b],[c]]",
+    dict: "a list of mappings, like [{a:1,b:2}]",
+}
 _INTERVALS = {"least": "[", "above": "(", "most": "]", "below": ")"}
 _BOUNDS = {"least": "at least", "above": "above", "most": "at most", "below": "below", "also": "or"}
 

@@ -40,7 +40,8 @@ class Batch(NamedTuple):
     def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Apply ``function`` to every tensor."""
         documents, sources = (
-            None if tensor is None else function(tensor) for tensor in (self.documents_BT, self.sources_B)
+            None if tensor is None else function(tensor)
+            for tensor in (self.documents_BT, self.sources_B)
         )
         return Batch(function(self.inputs_BT), function(self.labels_BT), documents, sources)
 

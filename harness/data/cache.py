@@ -63,7 +63,9 @@ def open_cache(
             try:
                 _open(folder, stored_split, name, check=True)
             except Damaged as error:
-                sys.stderr.write(f"WARNING token cache {folder} is damaged and is rebuilt: {error}\n")
+                sys.stderr.write(
+                    f"WARNING token cache {folder} is damaged and is rebuilt: {error}\n"
+                )
                 remove_folder(folder)
             except OSError as error:
                 raise DataError(f"token cache {folder} cannot be read: {error.strerror}") from error
@@ -101,7 +103,8 @@ def open_documents(reading: Reading) -> TokenizedSplit:
 def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float) -> Path:
     """Folder of a source's token cache, which is complete if it has a manifest."""
     return (
-        Path(source.config.cache_dir).expanduser() / f"corpus-{content_key(source, tokenizer, held_out)[:24]}"
+        Path(source.config.cache_dir).expanduser()
+        / f"corpus-{content_key(source, tokenizer, held_out)[:24]}"
     )
 
 
@@ -121,13 +124,17 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float) 
     try:
         (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"data.cache_dir: cannot write to {folder.parent}: {error.strerror}") from error
+        raise DataError(
+            f"data.cache_dir: cannot write to {folder.parent}: {error.strerror}"
+        ) from error
     try:
         with only_builder(folder / UNFINISHED, (folder / MANIFEST).exists) as building:
             if building is None:
                 return
             try:
-                writer = CorpusWriter(folder, source, tokenizer, held_out, unit_mib=UNIT_MIB, shards=1)
+                writer = CorpusWriter(
+                    folder, source, tokenizer, held_out, unit_mib=UNIT_MIB, shards=1
+                )
                 writer.write_all(source.config.tokenize_workers)
             except (DataError, OSError):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -158,7 +165,9 @@ def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
     command = ["harness", "tokenize", *_data_overrides(source.config)]
     if tokenizer is not None:
         like = TokenizerConfig(kind="", path="")
-        command += _differing("tokenizer", tokenizer, like, ("kind", "path", "special", "bos", "eos"))
+        command += _differing(
+            "tokenizer", tokenizer, like, ("kind", "path", "special", "bos", "eos")
+        )
     works = (
         f"{shlex.join([*command, 'tokenize.target=corpus/NAME'])} and then data=tokens "
         "'data.paths=[corpus/NAME]', or data.tokenize_limit_gib=null"
@@ -176,7 +185,15 @@ def _data_overrides(config: DataConfig) -> list[str]:
     else:
         option = "c4"
         like = DataConfig(subset="en", streaming=True, validation_split="validation", shuffle=False)
-        names = ("dataset", "subset", "split", "data_files", "streaming", "validation_split", "shuffle")
+        names = (
+            "dataset",
+            "subset",
+            "split",
+            "data_files",
+            "streaming",
+            "validation_split",
+            "shuffle",
+        )
     names = (*names, "text_field", "validation_fraction")
     return [f"data={option}", *_differing("data", config, like, names)]
 

@@ -83,7 +83,9 @@ class Conversations(LocalFiles):
         return "parquet" if super().format_of(file) == "parquet" else "jsonl"
 
     def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
-        rows = read_columns(file, span, self.config.messages_field, _TOOLS, setting="data.messages_field")
+        rows = read_columns(
+            file, span, self.config.messages_field, _TOOLS, setting="data.messages_field"
+        )
         group = f" from row group {span.begin} on" if span.begin else ""
         for number, row in enumerate(rows, start=1):
             yield self.document_of(row, f"{file}, row {number}{group}")
@@ -91,13 +93,17 @@ class Conversations(LocalFiles):
     def document_of(self, row: dict[str, Any], where: object) -> str:
         field = self.config.messages_field
         if field not in row:
-            raise DataError(f"{where}: no field {field!r} among {list_names(row)}; set data.messages_field")
+            raise DataError(
+                f"{where}: no field {field!r} among {list_names(row)}; set data.messages_field"
+            )
         messages = row[field]
         tools = row.get(_TOOLS)
         for name, value in ((field, messages), (_TOOLS, tools or [])):
             if not isinstance(value, list):
                 raise DataError(f"{where}: field {name!r} holds {type(value).__name__}, not a list")
-        messages = [message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
+        messages = [
+            message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)
+        ]
         text = json.dumps([str(where), messages, tools], ensure_ascii=False)
         if bad := HALF_PAIR.search(text):
             raise DataError(f"{where}: has U+{ord(bad[0]):04X}, which is not a character")
@@ -131,7 +137,9 @@ class ConversationTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         rendered = [self._render(text) for text in texts]
         marked = self._tokenizer.encode_marked([text for text, _ in rendered])
-        return [_labelled(each, learned) for each, (_, learned) in zip(marked, rendered, strict=True)]
+        return [
+            _labelled(each, learned) for each, (_, learned) in zip(marked, rendered, strict=True)
+        ]
 
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
         yield self.encode("".join(parts))
@@ -184,22 +192,38 @@ class ChatTemplate:
     @property
     def identity(self) -> Any:
         """JSON-serializable; changes whenever a conversation's text or learned parts may change."""
-        return [self.text, self.text_with_tools, self.variables, self.special, self.date, self.only_last]
+        return [
+            self.text,
+            self.text_with_tools,
+            self.variables,
+            self.special,
+            self.date,
+            self.only_last,
+        ]
 
     def render(
-        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        tools: list[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
     ) -> str:
         return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
     @cached_property
     def end_of_turn(self) -> str | None:
         """The special token that ends a turn of the assistant, or None."""
-        messages = [{"role": "user", "content": "Good morning"}, {"role": ASSISTANT, "content": "Hello"}]
+        messages = [
+            {"role": "user", "content": "Good morning"},
+            {"role": ASSISTANT, "content": "Hello"},
+        ]
         text = self.render(messages)
         turn = text[: self._end_after_content(messages[-1], text, 0)]
         return next((token for token in self.special if turn.endswith(token)), None)
 
-    def learned(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+    def learned(
+        self, messages: list[Message], tools: list[Any] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the ranges of characters that the assistant wrote.
 
         A range includes the token that ends the turn. The ranges are the template's generation
@@ -229,7 +253,9 @@ class ChatTemplate:
         after = self.render(messages[: index + 1], tools)
         if not text.startswith(before):
             rule = "the generation prompt is not the beginning of a turn"
-            raise DataError(f"the chat template cannot be used: {rule}; would work: {SETTING}={_WORKS}")
+            raise DataError(
+                f"the chat template cannot be used: {rule}; would work: {SETTING}={_WORKS}"
+            )
         if text.startswith(after) and after.startswith(before):
             # A template may write a line break after the token that ends the turn. It is not
             # learned.
@@ -240,7 +266,11 @@ class ChatTemplate:
         end = self._end_after_content(messages[index], text, len(before))
         if end is None:
             rule = "messages that follow a turn change its text"
-            works = f"{SETTING}={_WORKS}" if self.only_last else f"data.train_on=last, {SETTING}={_WORKS}"
+            works = (
+                f"{SETTING}={_WORKS}"
+                if self.only_last
+                else f"data.train_on=last, {SETTING}={_WORKS}"
+            )
             raise DataError(f"the chat template cannot be used: {rule}; would work: {works}")
         return len(before), end
 
@@ -285,11 +315,15 @@ class ChatTemplate:
         except DataError:
             raise
         except Exception as error:  # a template is a program, which can raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__  # a MemoryError says nothing
+            reason = (
+                " ".join(str(error).split()) or type(error).__name__
+            )  # a MemoryError says nothing
             raise DataError(f"the chat template refuses it: {reason}") from error
         [rendered], ranges = result
         if bad := HALF_PAIR.search(rendered):
-            raise DataError(f"the chat template renders U+{ord(bad[0]):04X}, which is not a character")
+            raise DataError(
+                f"the chat template renders U+{ord(bad[0]):04X}, which is not a character"
+            )
         return rendered, ranges[0] if ranges else []
 
 
@@ -348,8 +382,14 @@ def find_template(
     if not texts and folder:
         texts = _stored_texts(folder, settings)
     if "default" not in texts:
-        where = f"no {JINJA} and no chat_template in {CONFIG} in {folder}" if folder else "it has no files"
-        raise DataError(f"the tokenizer has no chat template ({where}); would work: {setting}={_WORKS}")
+        where = (
+            f"no {JINJA} and no chat_template in {CONFIG} in {folder}"
+            if folder
+            else "it has no files"
+        )
+        raise DataError(
+            f"the tokenizer has no chat template ({where}); would work: {setting}={_WORKS}"
+        )
     tokens = {variable: token_of(settings, variable) for variable in SPECIAL_NAMES}
     by_id = {id: token for token, id in tokenizer.special_ids.items()}
     for variable, id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):

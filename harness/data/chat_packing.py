@@ -25,7 +25,10 @@ def load_conversations(reading: Reading) -> Loader:
 
 def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> str:
     """Return the numbers of conversations that were packed, cut and left out, in one line."""
-    packed = (plural(samples.num_conversations, "conversation"), plural(samples.num_per_epoch or 0, "sample"))
+    packed = (
+        plural(samples.num_conversations, "conversation"),
+        plural(samples.num_per_epoch or 0, "sample"),
+    )
     long = "cut" if data.long_conversations == "cut" else "left out"
     counts = (
         (samples.num_without_labels, "left out: without a turn of the assistant"),
@@ -68,7 +71,8 @@ class PackedConversations:
         usable = inputs > 0
         too_long = np.flatnonzero(inputs > seq_len)
         usable[too_long] = [
-            cut and bool(self._read(conversation)[1][1:].any()) for conversation in too_long.tolist()
+            cut and bool(self._read(conversation)[1][1:].any())
+            for conversation in too_long.tolist()
         ]
         self.num_conversations = int(usable.sum())
         self.num_too_long = len(too_long)

@@ -56,7 +56,14 @@ from harness.data.tokens import map_file
 from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, DataError, as_typed
 from harness.util.files import is_file_name
-from harness.util.store import NO_FILE, Damaged, check_files, check_sizes, describe_files, only_builder
+from harness.util.store import (
+    NO_FILE,
+    Damaged,
+    check_files,
+    check_sizes,
+    describe_files,
+    only_builder,
+)
 
 META = "meta.json"
 SPLITS = ("train", "validation")
@@ -174,7 +181,9 @@ def read_manifest(folder: Path) -> Manifest:
         manifest: Manifest = from_dict(Manifest, {**plain, "shards": []})
         _check_plain(manifest, shards)
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+        raise DataError(
+            f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}"
+        ) from None
     return dataclasses.replace(manifest, shards=shards)
 
 
@@ -183,7 +192,11 @@ def _check_plain(manifest: Manifest, shards: list[Shard]) -> None:
         if not is_file_name(name):
             raise ValueError(f"{name!r} is no name of a folder in it")
     vocab_size = manifest.tokenizer["vocab_size"]
-    if type(vocab_size) is not int or not 0 < vocab_size <= 2**32 or not manifest.tokenizer["fingerprint"]:
+    if (
+        type(vocab_size) is not int
+        or not 0 < vocab_size <= 2**32
+        or not manifest.tokenizer["fingerprint"]
+    ):
         raise ValueError("tokenizer")
     counted = [manifest.counts, *(shard.counts for shard in shards)]
     for split in SPLITS:
@@ -212,7 +225,9 @@ def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool
     else:
         check_sizes(path, expected)
     tokens, starts = (
-        map_file(str(path / file), dtype, 0, meta["files"][file]["size"] // np.dtype(dtype).itemsize)
+        map_file(
+            str(path / file), dtype, 0, meta["files"][file]["size"] // np.dtype(dtype).itemsize
+        )
         for file, dtype in zip(files, (meta["dtype"], "int64"), strict=True)
     )
     return TokenizedSplit(tokens, starts, name, meta.get("damaged", 0))
@@ -227,7 +242,9 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
     """
     manifest = read_manifest(folder)
     if not manifest.counts.tokens[split]:
-        works = "harness tokenize with data.validation_fraction=0.01" if split == "validation" else ""
+        works = (
+            "harness tokenize with data.validation_fraction=0.01" if split == "validation" else ""
+        )
         raise DataError(f"{folder} has no {split} documents{works and f'; would work: {works}'}")
     opened = []
     for shard in manifest.shards:
@@ -261,9 +278,15 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
             f"has {tokenizer.vocab_size} tokens, and {name} was tokenized by another tokenizer: "
             f"{found['name']}, {found['vocab_size']} tokens"
         )
-        others = {name: found.get(name) for name, value in asdict(config).items() if found.get(name) != value}
+        others = {
+            name: found.get(name)
+            for name, value in asdict(config).items()
+            if found.get(name) != value
+        }
         works = " ".join(f"tokenizer.{name}={as_typed(value)}" for name, value in others.items())
-        raise ConfigError(field, config.path or config.kind, rule, works or "the file as it was then")
+        raise ConfigError(
+            field, config.path or config.kind, rule, works or "the file as it was then"
+        )
 
 
 def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
@@ -332,7 +355,9 @@ class CorpusWriter(ShardWriter):
         if self.folder(shard).exists():
             return []
         return [
-            unit for unit in self.shards[shard] if read_index(self._units_folder, unit, self._dtype) is None
+            unit
+            for unit in self.shards[shard]
+            if read_index(self._units_folder, unit, self._dtype) is None
         ]
 
     def write(self, shards: Sequence[int], workers: int | None) -> None:
@@ -389,7 +414,9 @@ class CorpusWriter(ShardWriter):
                     raise DataError(f"{file} was removed while it was used")
                 tokens = map_file(str(file), self._dtype.name, 0, index.num_tokens)
                 numbers = (index.numbers + document).tolist()
-                held = np.array([is_held_out(number, self.held_out) for number in numbers], dtype=bool)
+                held = np.array(
+                    [is_held_out(number, self.held_out) for number in numbers], dtype=bool
+                )
                 changes = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
                 ends = np.append(index.starts, index.num_tokens)
                 # Consecutive documents of a split are one run, and the file is read in order.
@@ -418,7 +445,9 @@ class CorpusWriter(ShardWriter):
         for meta in map(read_meta, folders):
             documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
             counts.append(
-                Counts({split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"])
+                Counts(
+                    {split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"]
+                )
             )
         total = Counts(
             _sum([shard.tokens for shard in counts]),

@@ -146,7 +146,9 @@ def _refuse_json(file: Path, beginning: bytes) -> None:
     if is_object or _ARRAY.match(beginning):
         works = "data.format=jsonl" if is_object else f"data.format=jsonl with {_ONE_A_LINE}"
         rule = "its first line is a JSON object" if is_object else "it is a JSON array"
-        raise DataError(f"{file}: {rule}, not text; would work: {works}, or data.format=text for its text")
+        raise DataError(
+            f"{file}: {rule}, not text; would work: {works}, or data.format=text for its text"
+        )
 
 
 def format_of(file: Path) -> str:
@@ -196,7 +198,9 @@ def _lines_before(file: Path, begin: int) -> int:
     position = 0
     with file.open("rb") as content:
         # A newline at begin - 1 ends a line; the next one begins at `begin`.
-        while position < begin - 1 and (block := content.read(min(_BLOCK_BYTES, begin - 1 - position))):
+        while position < begin - 1 and (
+            block := content.read(min(_BLOCK_BYTES, begin - 1 - position))
+        ):
             lines += block.count(b"\n")
             position += len(block)
     return lines
@@ -262,10 +266,14 @@ def read_columns(
         with pyarrow.parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             if required not in names:
-                raise DataError(f"{file}: no column {required!r} among {list_names(names)}; set {setting}")
+                raise DataError(
+                    f"{file}: no column {required!r} among {list_names(names)}; set {setting}"
+                )
             columns = [required, *(name for name in optional if name in names)]
             groups = None if span.end is None else list(range(span.begin, span.end))
-            for batch in table.iter_batches(batch_size=ROWS_PER_READ, row_groups=groups, columns=columns):
+            for batch in table.iter_batches(
+                batch_size=ROWS_PER_READ, row_groups=groups, columns=columns
+            ):
                 yield from batch.to_pylist()
     except ValueError as error:  # pyarrow.ArrowInvalid, or UnicodeDecodeError in the footer
         raise DataError(f"{file}: not a readable parquet file ({describe(error)})") from error
@@ -421,7 +429,9 @@ class LocalFiles(Source):
     def _count_damage(self, where: object, byte: str) -> None:
         """Count a document that is not UTF-8, if it may be repaired."""
         if self.config.encoding_errors == "strict":
-            raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace")
+            raise DataError(
+                f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace"
+            )
         self.damaged += 1
 
 
@@ -458,7 +468,9 @@ def _matching(pattern: str) -> set[str]:
 def folder_hint(patterns: list[str]) -> str:
     """What to write instead of the first pattern that is a folder."""
     folders = (pattern for pattern in patterns if os.path.isdir(expand(pattern)))
-    return next((f"; {folder} is a folder, write {folder.rstrip('/')}/**/*" for folder in folders), "")
+    return next(
+        (f"; {folder} is a folder, write {folder.rstrip('/')}/**/*" for folder in folders), ""
+    )
 
 
 def expand(pattern: str) -> str:
@@ -555,7 +567,9 @@ def open_dataset(config: DataConfig, split: str) -> Any:
     # user all mean that the dataset cannot be opened.
     except Exception as error:
         which = f"{config.dataset}/{config.subset}" if config.subset else config.dataset
-        raise DataError(f"dataset {which}, split {split}: cannot be opened: {describe(error)}") from error
+        raise DataError(
+            f"dataset {which}, split {split}: cannot be opened: {describe(error)}"
+        ) from error
 
 
 def _is_saved(folder: Path) -> bool:
@@ -581,4 +595,6 @@ def require_column(dataset: Any, field: str, name: str) -> None:
     """Raise DataError if the columns of ``dataset`` are known and do not include ``field``."""
     columns = dataset.column_names
     if columns is not None and field not in columns:
-        raise DataError(f"{name}: no column {field!r} among {list_names(columns)}; set data.text_field")
+        raise DataError(
+            f"{name}: no column {field!r} among {list_names(columns)}; set data.text_field"
+        )

@@ -66,14 +66,18 @@ def load_mixture(reading: Reading) -> Loader:
         per_epoch = {name: loader.samples_per_epoch for name, loader in loaders.items()}
         by_step = weights_by_step(data, per_epoch)
         # A step that begins inside of a sample has other weights from the next sample on.
-        shares = [(-(-sizes.position(step - 1) // sizes.seq_len), weights) for step, weights in by_step]
+        shares = [
+            (-(-sizes.position(step - 1) // sizes.seq_len), weights) for step, weights in by_step
+        ]
     order = SourceOrder(shares, block=sizes.batch_size, seed=reading.seed)
     sources = {}
     for name, loader in loaders.items():
         (sources[name],) = loader.sources.values()
     mixture = SampleLoader(reading, sources, order)
     mixture.damaged_documents = sum(loader.damaged_documents for loader in loaders.values())
-    mixture.note = "\n".join(f"{name}: {each.note}" for name, each in loaders.items() if each.note) or None
+    mixture.note = (
+        "\n".join(f"{name}: {each.note}" for name, each in loaders.items() if each.note) or None
+    )
     return mixture
 
 

@@ -178,7 +178,10 @@ class SampleLoader(Loader):
     """
 
     def __init__(
-        self, reading: Reading, sources: Mapping[str, SampleSource], order: SourceOrder | None = None
+        self,
+        reading: Reading,
+        sources: Mapping[str, SampleSource],
+        order: SourceOrder | None = None,
     ) -> None:
         self.sources = sources
         self._order = order
@@ -242,7 +245,9 @@ class SampleLoader(Loader):
             raise DataError(f"{saved} is in a mixture, and data.kind is not mixture")
         if not self._order and bool(slots) != bool(self._streams):
             was, streaming = ("not ", "true") if self._streams else ("", "false")
-            raise DataError(f"{saved} is {was}in a streamed dataset, and data.streaming is {streaming}")
+            raise DataError(
+                f"{saved} is {was}in a streamed dataset, and data.streaming is {streaming}"
+            )
         size = state.get("global_batch_size", self._batch_size)
         if self._streams and size != self._batch_size:
             raise DataError(
@@ -250,7 +255,9 @@ class SampleLoader(Loader):
                 f"training.global_batch_size={self._batch_size}; the state was saved with {size}"
             )
         known = state["mixture"]["counts"] if self._order else {"": 0}
-        missing = [slot for slot in self._streams if slot not in slots and slot.rpartition("/")[0] in known]
+        missing = [
+            slot for slot in self._streams if slot not in slots and slot.rpartition("/")[0] in known
+        ]
         if missing:
             what = f"{missing[0]} (source/row)" if self._order else f"rows {', '.join(missing)}"
             raise DataError(f"{saved} has no {what}; merge the states of all ranks")
@@ -287,7 +294,9 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the states of all ranks into one state, which any number of ranks can load."""
     steps = sorted({state["step"] for state in states})
     if len(steps) != 1:
-        raise DataError(f"the loader states to merge are of different steps: {', '.join(map(str, steps))}")
+        raise DataError(
+            f"the loader states to merge are of different steps: {', '.join(map(str, steps))}"
+        )
     merged = dict(states[0])
     if "slots" in merged:
         merged["slots"] = {}

@@ -56,7 +56,9 @@ class SourceOrder:
             ValueError: the sample is before the current block.
         """
         if number < self._first:
-            raise ValueError(f"sample {number} is before the current block, which begins at {self._first}")
+            raise ValueError(
+                f"sample {number} is before the current block, which begins at {self._first}"
+            )
         while number >= self._end:
             self._enter_block(self._end, self._target.counts)
         return self._members[number - self._first]
@@ -77,7 +79,10 @@ class SourceOrder:
         return {
             "samples": number,
             "counts": counts,
-            "block": {"first": self._first, "counts": dict(zip(self.names, self._counts, strict=True))},
+            "block": {
+                "first": self._first,
+                "counts": dict(zip(self.names, self._counts, strict=True)),
+            },
             "origin": self._origin,
             "rule": self._rule,
         }
@@ -89,7 +94,9 @@ class SourceOrder:
         continues with its next sample.
         """
         if state["rule"] != self._rule:
-            self._begin(state["samples"], {name: state["counts"].get(name, 0) for name in self.names})
+            self._begin(
+                state["samples"], {name: state["counts"].get(name, 0) for name in self.names}
+            )
             return
         self._begin(state["origin"]["samples"], state["origin"]["counts"])
         counts = [state["block"]["counts"][name] for name in self.names]

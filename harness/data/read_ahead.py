@@ -41,7 +41,9 @@ class ReaderPool:
         chunk_tokens: least number of tokens in a chunk.
     """
 
-    def __init__(self, readers: Mapping[int, RowReader], processes: int, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, readers: Mapping[int, RowReader], processes: int, *, chunk_tokens: int
+    ) -> None:
         self._readers = readers
         self._chunk_tokens = max(chunk_tokens, LEAST_CHUNK_TOKENS)
         self._num_processes = min(processes, len(readers))

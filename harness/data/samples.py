@@ -107,7 +107,9 @@ class PackedSamples:
         self._order = EpochOrder(count, reading.seed, shuffle=reading.shuffles)
         self.num_per_epoch: int | None = count
         if not count:
-            documents = "" if split.num_documents is None else f" (documents: {split.num_documents})"
+            documents = (
+                "" if split.num_documents is None else f" (documents: {split.num_documents})"
+            )
             raise DataError(
                 f"{split.name}: {split.num_tokens} tokens{documents} are fewer than "
                 f"one sample of training.seq_len + 1 = {reading.seq_len + 1}"
@@ -140,7 +142,9 @@ class SyntheticSamples:
         return inputs_T, labels_T
 
 
-def sample_of(tokens: np.ndarray, first_labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, ...]:
+def sample_of(
+    tokens: np.ndarray, first_labels: np.ndarray, data: DataConfig
+) -> tuple[np.ndarray, ...]:
     """Make a sample of T + 1 tokens of packed documents (int64).
 
     Args:

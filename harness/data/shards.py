@@ -102,7 +102,9 @@ class ShardWriter(ABC):
                 rule = f"has an unfinished {self.noun} with another value of {', '.join(differing)}"
                 works = "the values of its command, another folder, or to remove this one"
                 raise ConfigError(field, self.target, rule, works)
-        elif self.target.exists() and any(path.name != UNFINISHED for path in self.target.iterdir()):
+        elif self.target.exists() and any(
+            path.name != UNFINISHED for path in self.target.iterdir()
+        ):
             raise ConfigError(field, self.target, "has other files", "a new folder")
 
     def begin(self) -> None:
@@ -173,12 +175,16 @@ def load_manifest(folder: Path, verb: str, noun: str) -> dict[str, Any]:
         found = parse_object(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         rule = f"is not a complete {noun} of harness {verb}: it has no {MANIFEST}"
-        raise DataError(f"{folder} {rule}; would work: harness {verb} {verb}.target={folder}") from None
+        raise DataError(
+            f"{folder} {rule}; would work: harness {verb} {verb}.target={folder}"
+        ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}") from None
     version = found.get("version")
     if version != FORMAT_VERSION:
-        raise DataError(f"{path} has format version {version!r}; this harness reads version {FORMAT_VERSION}")
+        raise DataError(
+            f"{path} has format version {version!r}; this harness reads version {FORMAT_VERSION}"
+        )
     return found

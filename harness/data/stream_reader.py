@@ -104,7 +104,9 @@ class RowReader:
 
     def read(self, position: Position) -> Iterator[TokenizedDocument]:
         """Yield the documents from ``position`` on, without end."""
-        texts = self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
+        texts = (
+            self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
+        )
         for start, text in texts:
             tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)
             yield TokenizedDocument(start, np.asarray(tokens, dtype=np.int32))
@@ -123,7 +125,11 @@ class RowReader:
                 part.dataset.load_state_dict(state)
             found = False
             for fields, next_state in self._examples(part.dataset):
-                text = text_of_row(fields, self.field, self.name) if example % part.cuts == part.cut else ""
+                text = (
+                    text_of_row(fields, self.field, self.name)
+                    if example % part.cuts == part.cut
+                    else ""
+                )
                 if text:
                     found = True
                     start = {
@@ -188,7 +194,9 @@ class RowReader:
         shards = self.dataset.n_shards
         cut, shard = divmod(part, shards)
         # Split by shards, because `world_size` is their number.
-        return _Part(split_dataset_by_node(self.dataset, rank=shard, world_size=shards), self._cuts, cut)
+        return _Part(
+            split_dataset_by_node(self.dataset, rank=shard, world_size=shards), self._cuts, cut
+        )
 
     def _examples(self, dataset: Any) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield each example, and the state of ``dataset`` after it."""

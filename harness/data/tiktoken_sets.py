@@ -96,7 +96,9 @@ LLAMA4 = SpecialSet(
 O200K_HARMONY = SpecialSet(
     pattern=_O200K_PATTERN,
     tokens=(
-        *_named("startoftext endoftext reserved_200000 reserved_200001 return constrain reserved_200004"),
+        *_named(
+            "startoftext endoftext reserved_200000 reserved_200001 return constrain reserved_200004"
+        ),
         *_named("channel start end message reserved_200009 reserved_200010 reserved_200011 call"),
         *(f"<|reserved_{i}|>" for i in range(200_013, 200_018)),
         "<|endofprompt|>",  # of o200k_base; tiktoken also calls it <|reserved_200018|>

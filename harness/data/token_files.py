@@ -74,8 +74,12 @@ def open_token_files(reading: Reading) -> Tokens:
     has_index = all(part.num_documents is not None for part in parts)
     if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
-        raise ConfigError("data.validation_fraction", 0, "no tokens are held out for validation", works)
-    tokens = Concatenation([_section(part, split, data.validation_fraction, limit) for part in parts], name)
+        raise ConfigError(
+            "data.validation_fraction", 0, "no tokens are held out for validation", works
+        )
+    tokens = Concatenation(
+        [_section(part, split, data.validation_fraction, limit) for part in parts], name
+    )
     if is_builder:
         if foreign and not isinstance(tokenizer, NoTokenizer):
             _warn_of_other_tokenizer(files, foreign, tokenizer)
@@ -85,7 +89,9 @@ def open_token_files(reading: Reading) -> Tokens:
             tokens.read(begin, begin + _SCANNED_TOKENS)
     if has_index and data.boundaries == "auto":
         return tokens
-    return _with_boundaries(tokens, data, tokenizer, foreign.boundary if foreign else "eos", warn=is_builder)
+    return _with_boundaries(
+        tokens, data, tokenizer, foreign.boundary if foreign else "eos", warn=is_builder
+    )
 
 
 def holds_out(data: DataConfig) -> bool:
@@ -93,7 +99,9 @@ def holds_out(data: DataConfig) -> bool:
     if data.validation_paths or data.validation_fraction:
         return True
     files, format = find_token_files(data.paths, "paths", data.format)
-    return format == "corpus" and any(read_manifest(file).counts.tokens["validation"] for file in files)
+    return format == "corpus" and any(
+        read_manifest(file).counts.tokens["validation"] for file in files
+    )
 
 
 def _refuse_settings_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
@@ -115,7 +123,9 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
     """
     found: set[Path] = set()
     for pattern in map(expand, patterns):
-        matches = [*matching(pattern)] or chain.from_iterable(map(matching, named_by_prefix(pattern)))
+        matches = [*matching(pattern)] or chain.from_iterable(
+            map(matching, named_by_prefix(pattern))
+        )
         for match in matches:
             found.update(_files_of(Path(match), format))
     files = sorted(found)
@@ -141,7 +151,9 @@ def _warn_of_other_tokenizer(files: list[Path], format: TokenFormat, tokenizer: 
     for file in files:
         name = format.tokenizer_of(file)
         if name is not None and name.lower() not in path.lower():
-            sys.stderr.write(f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {path}\n")
+            sys.stderr.write(
+                f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {path}\n"
+            )
             return
 
 
@@ -165,8 +177,12 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
         if listed := reader.listed(folder):
             return listed
         endings += reader.endings
-    files = sorted(file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file())
-    held_out = [file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(folder)).lower())]
+    files = sorted(
+        file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file()
+    )
+    held_out = [
+        file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(folder)).lower())
+    ]
     if held_out and len(held_out) < len(files):
         other = next(file for file in files if file not in held_out)
         raise DataError(
@@ -187,7 +203,9 @@ def corpora_of(data: DataConfig) -> list[Path]:
 
 
 def _corpora_in(folder: Path) -> list[Path]:
-    return [path.parent for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if path.is_file()]
+    return [
+        path.parent for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if path.is_file()
+    ]
 
 
 def _format_of(file: Path) -> str:
@@ -201,7 +219,9 @@ def _format_of(file: Path) -> str:
         if formats[name].recognizes(file):
             return name
     works = ", ".join(name for name in TOKEN_FORMATS if name != "auto")
-    raise DataError(f"{file}: the format of its tokens is unknown; would work: data.format, one of {works}")
+    raise DataError(
+        f"{file}: the format of its tokens is unknown; would work: data.format, one of {works}"
+    )
 
 
 def _open_corpora(
@@ -245,7 +265,9 @@ def _with_boundaries(
     token = {"bos": bos, "eos": tokenizer.eos_id, "none": None}[choice]
     if token is None and data.boundaries in ("bos", "eos"):
         rule = "the tokenizer has no such token"
-        raise ConfigError("data.boundaries", choice, rule, f"none, or tokenizer=none tokenizer.{choice}=ID")
+        raise ConfigError(
+            "data.boundaries", choice, rule, f"none, or tokenizer=none tokenizer.{choice}=ID"
+        )
     if token is None and not data.attend_across_documents:
         rule = "the boundaries of documents are unknown: the files have no index, and no token separates them"
         works = "true, or data.boundaries=eos with a tokenizer that has eos"

@@ -115,7 +115,9 @@ def split_special(text: str, special_ids: Mapping[str, int]) -> list[tuple[str, 
     """Cut a text into special tokens, each with its id, and what is between them, with None."""
     special = "|".join(map(re.escape, sorted(special_ids, key=len, reverse=True)))
     parts = re.split(f"({special})", text) if special else [text]
-    return [(part, special_ids[part] if index % 2 else None) for index, part in enumerate(parts) if part]
+    return [
+        (part, special_ids[part] if index % 2 else None) for index, part in enumerate(parts) if part
+    ]
 
 
 def _marked(text: str, tokenizer: Tokenizer) -> Marked:
@@ -127,17 +129,23 @@ def _marked(text: str, tokenizer: Tokenizer) -> Marked:
         part_widths = [length] if own is not None else tokenizer.num_bytes(part_ids)
         if sum(part_widths) != length:
             rule = "the tokenizer changes the text of a conversation, so that its ids have no characters"
-            raise DataError(f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json")
+            raise DataError(
+                f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json"
+            )
         ids += part_ids
         widths += part_widths
     # A character belongs to every id that has one of its bytes.
     first_bytes = np.cumsum([0, *(len(character.encode()) for character in text)])
     ends = np.cumsum(widths, dtype=np.int64)
     begins = np.searchsorted(first_bytes, ends - widths, side="right") - 1
-    return Marked(ids, list(zip(begins.tolist(), np.searchsorted(first_bytes, ends).tolist(), strict=True)))
+    return Marked(
+        ids, list(zip(begins.tolist(), np.searchsorted(first_bytes, ends).tolist(), strict=True))
+    )
 
 
-def decode_known(ids: Sequence[int], vocabulary: Container[int], decode: Callable[[list[int]], str]) -> str:
+def decode_known(
+    ids: Sequence[int], vocabulary: Container[int], decode: Callable[[list[int]], str]
+) -> str:
     """Decode ids; those outside the vocabulary (a model's vocabulary may be padded) become U+FFFD."""
     parts = []
     for known, group in groupby((int(i) for i in ids), key=lambda i: i in vocabulary):
@@ -151,7 +159,9 @@ def read_tokenizer(file: Path) -> bytes:
         content = file.read_bytes()
     except OSError as error:
         reason = error.strerror or "cannot be read"
-        raise DataError(f"tokenizer file {file}: {reason}; set tokenizer.path to the file") from error
+        raise DataError(
+            f"tokenizer file {file}: {reason}; set tokenizer.path to the file"
+        ) from error
     if not content.strip():
         raise DataError(f"tokenizer file {file} is empty")
     return content
@@ -263,7 +273,11 @@ def with_bos_eos(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
 
 def with_bos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Ids of a prompt after bos, if the tokenizer has it and they do not begin with it."""
-    return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
+    return (
+        ids
+        if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]
+        else [tokenizer.bos_id, *ids]
+    )
 
 
 class BytesTokenizer(Tokenizer):
@@ -364,7 +378,8 @@ class SentencePieceTokenizer(Tokenizer):
     def num_bytes(self, ids: list[int]) -> list[int]:
         pieces = zip(ids, self._model.id_to_piece(ids), strict=True)
         return [
-            1 if self._model.is_byte(id) else len(piece.replace("▁", " ").encode()) for id, piece in pieces
+            1 if self._model.is_byte(id) else len(piece.replace("▁", " ").encode())
+            for id, piece in pieces
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -373,7 +388,10 @@ class SentencePieceTokenizer(Tokenizer):
     def _spell_space_mark(self) -> list[int] | None:
         """Byte pieces of U+2581; None if the model has no byte pieces or prefixes the text with a space."""
         # normalize() shows a dummy prefix. Decoding a text would not: it removes one space.
-        if self._model.normalize("a") != "a" or self._model.decode(self._model.encode("▁a")) != " a":
+        if (
+            self._model.normalize("a") != "a"
+            or self._model.decode(self._model.encode("▁a")) != " a"
+        ):
             return None
         ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
         return ids if all(self._model.is_byte(i) for i in ids) else None
@@ -455,7 +473,9 @@ def parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
                 f"tokenizer file {file}, line {number}: not a base64 token and its rank"
             ) from error
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise DataError(f"tokenizer file {file}: the ranks are not 0 to {len(ranks) - 1}, each once")
+        raise DataError(
+            f"tokenizer file {file}: the ranks are not 0 to {len(ranks) - 1}, each once"
+        )
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise DataError(
             f"tokenizer file {file}: not every single byte is a token, so some text has no encoding"
@@ -486,4 +506,6 @@ def check_vocab_size(num_tokens: int, vocab_size: int) -> None:
     """Check that the model's vocabulary is at least as large as the tokenizer's."""
     if num_tokens > vocab_size:
         rule = f"the tokenizer has {num_tokens} tokens, which the model's vocabulary must hold"
-        raise ConfigError("model.vocab_size", vocab_size, rule, f"{num_tokens} and more, another tokenizer")
+        raise ConfigError(
+            "model.vocab_size", vocab_size, rule, f"{num_tokens} and more, another tokenizer"
+        )

@@ -38,7 +38,15 @@ _COMPANIONS = (
     "tokenizer.model",
     "vocab.json",
 )
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _SHOWN = 6  # special tokens named in an error message
 
 
@@ -65,7 +73,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 self._model = tokenizers.Tokenizer.from_buffer(content)
             except Exception as error:  # the library raises nothing narrower
                 reason = " ".join(str(error).split())
-                raise DataError(f"tokenizer file {config.file} is not a tokenizer.json: {reason}") from error
+                raise DataError(
+                    f"tokenizer file {config.file} is not a tokenizer.json: {reason}"
+                ) from error
         self._model.no_truncation()
         self._model.no_padding()
         # Sampling of subwords would give other ids each time: dropout of BPE, and alpha of Unigram.
@@ -83,7 +93,9 @@ class HuggingFaceTokenizer(Tokenizer):
         # A document must not contain its own end, even if the file does not mark the token as
         # special.
         special = {token.content for token in self._special_tokens()}
-        self._model.add_special_tokens([token for token in (bos, eos) if token and token not in special])
+        self._model.add_special_tokens(
+            [token for token in (bos, eos) if token and token not in special]
+        )
         self._model.encode_special_tokens = True
         self._known = frozenset(ids.values())
         self.vocab_size = max(self._known) + 1
@@ -98,7 +110,9 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             plain = parse_object(read_tokenizer(config.file))
             vocabulary = plain["model"]["vocab"]
-            ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+            ids = (
+                list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+            )
             ids += [token["id"] for token in plain.get("added_tokens") or []]
             return int(max(ids)) + 1
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -133,14 +147,18 @@ class HuggingFaceTokenizer(Tokenizer):
         return [Marked(encoding.ids, encoding.offsets) for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_known(ids, self._known, partial(self._model.decode, skip_special_tokens=False))
+        return decode_known(
+            ids, self._known, partial(self._model.decode, skip_special_tokens=False)
+        )
 
     @contextmanager
     def _without_panic(self) -> Iterator[None]:
         """Context manager in which a panic of the library is a DataError, as when a regex tries too much."""
         try:
             yield
-        except BaseException as error:  # Rust's PanicException is no Exception, and no module has it
+        except (
+            BaseException
+        ) as error:  # Rust's PanicException is no Exception, and no module has it
             if type(error).__name__ != "PanicException":
                 raise
             reason = one_line(str(error))
@@ -219,7 +237,9 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         if name == SPECIAL_MAP and not path.is_file():
             continue
         theirs = (
-            read_object(path, DataError) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+            read_object(path, DataError)
+            if path.is_file()
+            else {"tokenizer_class": "PreTrainedTokenizerFast"}
         )
         changed = {key: token for key, token in ours.items() if token and key not in theirs}
         if changed or not path.is_file():

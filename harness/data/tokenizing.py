@@ -65,7 +65,11 @@ class Unit:
         return sum(span.nbytes for span in self.spans)
 
     def __str__(self) -> str:
-        last = f" to {self.spans[-1].name}" if len(self.spans) > 1 else f", from {self.spans[0].begin:,}"
+        last = (
+            f" to {self.spans[-1].name}"
+            if len(self.spans) > 1
+            else f", from {self.spans[0].begin:,}"
+        )
         return f"{self.spans[0].name}{last}"
 
 
@@ -142,7 +146,9 @@ def is_intact(folder: Path, unit: Unit, dtype: np.dtype) -> bool:
         return False
     tokens = folder / f"{unit.key}.tokens"
     counts = (index.num_documents, index.damaged, index.num_tokens)
-    if index.checksum == _checksum(tokens, *counts, index.starts.tobytes(), index.numbers.tobytes()):
+    if index.checksum == _checksum(
+        tokens, *counts, index.starts.tobytes(), index.numbers.tobytes()
+    ):
         return True
     sys.stderr.write(f"WARNING {tokens} is damaged and is made again\n")
     return False
@@ -175,7 +181,10 @@ def write_unit(
                         file.write(_packed(ids, dtype))
                         num_tokens += len(ids)
                 advance(
-                    sum(CHARS_PER_BATCH if isinstance(text, LongText) else len(text) for _, text in batch)
+                    sum(
+                        CHARS_PER_BATCH if isinstance(text, LongText) else len(text)
+                        for _, text in batch
+                    )
                 )
             sync_file(file)
         counts = next(counter), source.damaged - damaged, num_tokens
@@ -257,7 +266,12 @@ def bytes_of(units: Iterable[Unit]) -> int:
 
 
 def tokenize(
-    folder: Path, units: Sequence[Unit], source: Source, tokenizer: Tokenizer, *, workers: int | None
+    folder: Path,
+    units: Sequence[Unit],
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    workers: int | None,
 ) -> None:
     """Tokenize the units that are not complete in ``folder``; those that are finished survive an error.
 

@@ -67,7 +67,9 @@ class Concatenation:
     def __init__(self, parts: Sequence[Tokens], name: str) -> None:
         self.name = name
         self._parts = [part for part in parts if part.num_tokens]
-        self._begins = np.array([0, *accumulate(part.num_tokens for part in self._parts)], dtype=np.int64)
+        self._begins = np.array(
+            [0, *accumulate(part.num_tokens for part in self._parts)], dtype=np.int64
+        )
 
     @property
     def begins(self) -> np.ndarray:
@@ -137,7 +139,9 @@ class Section:
         starts = self._part.starts_between(begin, end)
         # Readers search the index, and do not check all of a long one.
         if len(starts) and (starts[0] < begin or starts[-1] >= end or np.any(np.diff(starts) < 0)):
-            raise DataError(f"{self.name}: the starts of its documents near token {begin} are not ascending")
+            raise DataError(
+                f"{self.name}: the starts of its documents near token {begin} are not ascending"
+            )
         return starts - self._begin
 
 
@@ -198,7 +202,9 @@ def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
         with pyarrow.memory_map(name) as content:
             return np.frombuffer(content.read_buffer(), dtype, count, skip)
     except (OSError, ValueError) as error:
-        raise DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(
+            f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ class Workers:
         worker.end()
         del self._busy[worker.connection]
 
-    def _answer(self, busy: _Busy, waiting: deque[Any], advance: Callable[[Any, int], None]) -> None:
+    def _answer(
+        self, busy: _Busy, waiting: deque[Any], advance: Callable[[Any, int], None]
+    ) -> None:
         try:
             answer = busy.worker.receive()
         except WorkerDied as death:
@@ -114,4 +116,6 @@ def _work(connection: Connection, prepare: Callable[[int], Work], index: int, do
     except EOFError:
         raise
     except Exception:  # not every exception can be pickled
-        connection.send(HarnessError(f"a process that {does} units failed:\n{traceback.format_exc()}"))
+        connection.send(
+            HarnessError(f"a process that {does} units failed:\n{traceback.format_exc()}")
+        )

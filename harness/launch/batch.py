@@ -86,7 +86,9 @@ def parse_task(prog: str) -> argparse.Namespace:
     where.add_argument("folder", nargs="?", help="the task's folder; for training, the run folder")
     where.add_argument("--list", help="file with a folder in each line, for a job array")
     parser.add_argument("--code", help="folder that the harness must be imported from")
-    parser.add_argument("--setup-failed", type=int, help="record that cluster.setup ended with this code")
+    parser.add_argument(
+        "--setup-failed", type=int, help="record that cluster.setup ended with this code"
+    )
     parser.add_argument("--line", help="the line of cluster.setup that failed")
     return parser.parse_args()
 
@@ -96,7 +98,9 @@ def folder_of_task(path: str) -> str:
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     lines = Path(path).read_text().splitlines()
     if task is None or not 0 <= int(task) < len(lines):
-        sys.exit(f"error: {path} lists the runs of an array of {len(lines)} tasks, and this is task {task}")
+        sys.exit(
+            f"error: {path} lists the runs of an array of {len(lines)} tasks, and this is task {task}"
+        )
     return lines[int(task)]
 
 
@@ -128,15 +132,29 @@ def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
     """Write the error and the run's row, and exit; the modules that usually do so may be broken."""
     state = _read(run_dir / "status.json").get("state")
     if state == "completed" or (state in ("starting", "running") and _is_held(run_dir)):
-        sys.exit(code)  # the script was submitted again by hand, but the run is complete or still runs
+        sys.exit(
+            code
+        )  # the script was submitted again by hand, but the run is complete or still runs
     now = {"time": time.time(), "host": socket.gethostname()}
-    shown = {"kind": kind, "type": type(error).__name__, "rank": None, "step": None, "message": str(error)}
+    shown = {
+        "kind": kind,
+        "type": type(error).__name__,
+        "rank": None,
+        "step": None,
+        "message": str(error),
+    }
     trace = "".join(traceback.format_exception(error))
     job = _read(run_dir / "job.json")
     earlier = _read(run_dir / "result.json") or {"name": job.get("name")}
     row = {**earlier, "id": job.get("id"), "exit_reason": "failed", "exit_code": code}
     files = {
-        "errors/controller.json": {**now, **shown, "where": None, "exit_code": code, "traceback": trace},
+        "errors/controller.json": {
+            **now,
+            **shown,
+            "where": None,
+            "exit_code": code,
+            "traceback": trace,
+        },
         "result.json": {**row, **{f"error.{key}": value for key, value in shown.items()}},
         "status.json": {**now, "state": "failed", "pid": os.getpid(), "exit_code": code},
     }

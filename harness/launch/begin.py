@@ -30,7 +30,12 @@ PER_CURVE = (METRICS, EVALUATIONS, "metrics", "tensorboard")
 
 
 def begin(
-    folder: RunFolder, job: Job, overrides: list[str], *, adopt: bool = False, state: str = "starting"
+    folder: RunFolder,
+    job: Job,
+    overrides: list[str],
+    *,
+    adopt: bool = False,
+    state: str = "starting",
 ) -> None:
     """Prepare the folder for an attempt, and lock it.
 

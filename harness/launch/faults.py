@@ -49,11 +49,15 @@ class RankDied(MachineError):
     Without ``kind``, the kind is inferred from the end of its log, or else ``unknown``.
     """
 
-    def __init__(self, rank: int, how: str, logs: Path, *, hint: str = "", kind: str | None = None) -> None:
+    def __init__(
+        self, rank: int, how: str, logs: Path, *, hint: str = "", kind: str | None = None
+    ) -> None:
         tail = last_lines(logs / f"rank{rank}.err")
         self.kind = kind or kind_of_text(tail) or "unknown"
         # As shells and containers report SIGKILL.
-        hint = ": killed, probably out of memory" if how.strip("'").endswith("exit code 137") else hint
+        hint = (
+            ": killed, probably out of memory" if how.strip("'").endswith("exit code 137") else hint
+        )
         super().__init__(f"rank {rank} ended with {how}{hint}{tail}")
 
     @property

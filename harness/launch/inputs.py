@@ -46,8 +46,14 @@ def require_inputs(job: Job) -> None:
     is_file = tokenizer and not tokenizer.startswith(ASSET_PREFIX)
     if is_file and is_missing("tokenizer.path", str(job.tokenizer.file)):
         _, found, repo = str(tokenizer).partition("assets/hf/")
-        works = f"harness download repo={'/'.join(repo.split('/')[:2])} what=tokenizer, or " if found else ""
-        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", f"{works}a tokenizer file")
+        works = (
+            f"harness download repo={'/'.join(repo.split('/')[:2])} what=tokenizer, or "
+            if found
+            else ""
+        )
+        raise ConfigError(
+            "tokenizer.path", tokenizer, "there is no such file", f"{works}a tokenizer file"
+        )
     initial = job.checkpoint.initial_load_path
     field = "checkpoint.initial_load_path"
     if initial and not is_url(initial) and is_missing(field, initial.removeprefix("file://")):
@@ -61,7 +67,9 @@ def _require_folders(data: DataConfig, is_missing: Callable[[str, str], bool]) -
     named = DATA_KINDS[data.kind].folders
     for name, folder in (load_attribute(named)(data) if named else {}).items():
         if folder and is_missing(f"data.options.{name}", os.path.expanduser(folder)):
-            raise ConfigError(f"data.options.{name}", folder, "there is no such folder", "the model's folder")
+            raise ConfigError(
+                f"data.options.{name}", folder, "there is no such folder", "the model's folder"
+            )
 
 
 def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> None:
@@ -78,7 +86,9 @@ def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> Non
             continue
         if all(is_seen(f"data.{name}", _without_wildcards(each)) for each in _expanded(patterns)):
             rule = f"no file matches, seen from {os.getcwd()}"
-            raise ConfigError(f"data.{name}", f"[{','.join(getattr(data, name))}]", rule, "files that exist")
+            raise ConfigError(
+                f"data.{name}", f"[{','.join(getattr(data, name))}]", rule, "files that exist"
+            )
 
 
 @functools.cache
@@ -87,7 +97,9 @@ def _note_repeated(field: str, patterns: tuple[str, ...]) -> None:
 
     if repeated := repeated_files(list(patterns)):
         works = "data.sources with weights, to read it more often"
-        note(f"{field} names {repeated[0]} more than once, and it is read once; would work: {works}")
+        note(
+            f"{field} names {repeated[0]} more than once, and it is read once; would work: {works}"
+        )
 
 
 def require_vocabulary(job: Job) -> None:
@@ -152,7 +164,10 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
     from harness.data.documents import source_of, tokenizer_of
     from harness.data.shards import MANIFEST
 
-    for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
+    for split in (
+        "train",
+        *(("validation",) if data.validation_paths and job.validation.interval else ()),
+    ):
         source, held_out = source_of(data, split)
         try:
             if is_small(source):

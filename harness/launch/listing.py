@@ -32,13 +32,17 @@ _SHOWN = ("loss", "window.tokens_per_second", "tokens_per_second_per_rank", "mfu
 Row = dict[str, Any]
 
 
-def rows_of(points: Sequence[Point], seen: Sequence[RunState], objective: str | None = None) -> list[Row]:
+def rows_of(
+    points: Sequence[Point], seen: Sequence[RunState], objective: str | None = None
+) -> list[Row]:
     """Return a row for each run, named by the overrides that not all of them share.
 
     ``objective`` is the column of ``result.json`` that a study optimizes.
     """
     rows = []
-    for name, point, run in zip(labels([point.overrides for point in points]), points, seen, strict=True):
+    for name, point, run in zip(
+        labels([point.overrides for point in points]), points, seen, strict=True
+    ):
         row: Row = {
             "run": name,
             "run_dir": run.run_dir,
@@ -59,7 +63,9 @@ def rows_of(points: Sequence[Point], seen: Sequence[RunState], objective: str | 
     return rows
 
 
-def table_of(rows: Sequence[Row], objective: str | None = None, *, full_reasons: bool = False) -> Table:
+def table_of(
+    rows: Sequence[Row], objective: str | None = None, *, full_reasons: bool = False
+) -> Table:
     """Return the rows as a table; ``full_reasons``: do not shorten reasons."""
     columns = list(COLUMNS)
     if objective is not None and objective not in _SHOWN:
@@ -71,7 +77,9 @@ def table_of(rows: Sequence[Row], objective: str | None = None, *, full_reasons:
         if not full_reasons:
             said = shortened(said, LONGEST_REASON)
         progress = f"{row['step']}/{row['steps']}"
-        shown.append({**row, "progress": progress, "tagged": ", ".join(row.get("tags", ())), "said": said})
+        shown.append(
+            {**row, "progress": progress, "tagged": ", ".join(row.get("tags", ())), "said": said}
+        )
     notes = [THROUGHPUT] if any(row.get("tokens_per_second") is not None for row in rows) else []
     return Table(columns, shown, notes=notes, missing="")
 

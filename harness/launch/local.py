@@ -103,10 +103,14 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     asked = stop.signal is not None
     # Until its loop begins, a stop signal kills a rank.
     obeyed = (-signal.SIGTERM, -signal.SIGINT) if asked else ()
-    failed = {rank: code for rank, code in ended.items() if code not in (EXIT_OK, *STOPPED, *obeyed)}
+    failed = {
+        rank: code for rank, code in ended.items() if code not in (EXIT_OK, *STOPPED, *obeyed)
+    }
     kills = count_memory_kills() - kills_before
     logs = folder.path / "logs"
-    record_dead(folder, [(rank, RankDied.by_code(rank, code, kills, logs)) for rank, code in failed.items()])
+    record_dead(
+        folder, [(rank, RankDied.by_code(rank, code, kills, logs)) for rank, code in failed.items()]
+    )
     if EXIT_RESUMABLE in ended.values():
         return EXIT_RESUMABLE  # all ranks have saved, or none has
     if asked or EXIT_INTERRUPTED in ended.values():
@@ -118,7 +122,9 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     )
 
 
-def _supervise(job: Job, processes: Mapping[int, Popen[bytes]], stop: StopRequest) -> dict[int, int]:
+def _supervise(
+    job: Job, processes: Mapping[int, Popen[bytes]], stop: StopRequest
+) -> dict[int, int]:
     """Wait until all ranks have ended, or one has failed and the time for the others to end is over."""
     deadline = float("inf")
     asked = False
@@ -132,7 +138,9 @@ def _supervise(job: Job, processes: Mapping[int, Popen[bytes]], stop: StopReques
             asked = True
             deadline = min(deadline, now + STOP_SECONDS)
             for process in processes.values():
-                process.send_signal(signal.SIGTERM)  # not to workers in its process group, which it needs
+                process.send_signal(
+                    signal.SIGTERM
+                )  # not to workers in its process group, which it needs
         if any(code not in (EXIT_OK, *STOPPED) for code in ended.values()):
             deadline = min(deadline, now + LEAVING_SECONDS)
         if stop.insists or now >= deadline:
@@ -161,7 +169,9 @@ def _started(
                     else None
                     for name in ("out", "err")
                 )
-                processes[rank] = Popen(command, env=own, stdout=out, stderr=err, start_new_session=True)
+                processes[rank] = Popen(
+                    command, env=own, stdout=out, stderr=err, start_new_session=True
+                )
         yield processes
     finally:
         for process in processes.values():
@@ -191,7 +201,9 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
         end_with_launcher(job, folder, os.getppid())
     else:
         variables = f"RANK={rank} and WORLD_SIZE={job.world_size}"
-        sys.stderr.write(f"this is rank {rank} of {job.world_size}, because a launcher set {variables}\n")
+        sys.stderr.write(
+            f"this is rank {rank} of {job.world_size}, because a launcher set {variables}\n"
+        )
     with stop_signals_interrupt():
         store = None
         if job.world_size > 1:

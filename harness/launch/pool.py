@@ -124,7 +124,9 @@ class RankPool:
     def _collect(self, world_size: int) -> list[Any]:
         """Wait for all answers; after the first failure, only briefly for failures of the other ranks."""
         deadline = time.monotonic() + self.timeout_seconds
-        pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
+        pending = {
+            connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])
+        }
         results: list[Any] = [None] * world_size
         failures: list[tuple[int, Failure]] = []
         while pending:
@@ -139,7 +141,11 @@ class RankPool:
                 if ok:
                     results[rank] = value
                 else:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS) if not failures else deadline
+                    deadline = (
+                        min(deadline, time.monotonic() + GRACE_SECONDS)
+                        if not failures
+                        else deadline
+                    )
                     failures.append((rank, value))
         if failures:
             # A rank that lost its peer may answer before the peer's failure is known.
@@ -147,7 +153,9 @@ class RankPool:
             raise RankFailed(f"rank {rank} of {world_size}: {failure.text}", failure)
         if pending:
             ranks = ", ".join(map(str, sorted(pending.values())))
-            raise RankFailed(f"no answer from rank {ranks} of {world_size} in {self.timeout_seconds:g} s")
+            raise RankFailed(
+                f"no answer from rank {ranks} of {world_size} in {self.timeout_seconds:g} s"
+            )
         return results
 
     def _answer(self, rank: int, connection: Connection) -> tuple[bool, Any]:

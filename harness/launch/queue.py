@@ -31,7 +31,9 @@ _SEPARATOR = "|"
 # The last line of SLURM's commands on a machine that is not part of a cluster.
 _NO_CONFIGURATION = "Could not establish a configuration source"
 # What commands say while the controller is restarted, fails over, or ends many jobs at once.
-_NO_ANSWER = re.compile("Unable to contact slurm controller|Socket timed out|Unable to confirm allocation")
+_NO_ANSWER = re.compile(
+    "Unable to contact slurm controller|Socket timed out|Unable to confirm allocation"
+)
 # How long srun is started again, and how often.
 START_SECONDS = 60.0
 RETRY_SECONDS = 5.0
@@ -252,7 +254,9 @@ def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
     except SlurmError:
         return {}  # sacct is installed, but accounting is not configured
     rows = (line.split(_SEPARATOR, 2) for line in lines.splitlines() if line.count(_SEPARATOR) >= 2)
-    return {(job_id, name): state.split()[0] for job_id, state, name in rows if state}  # CANCELLED by 1000
+    return {
+        (job_id, name): state.split()[0] for job_id, state, name in rows if state
+    }  # CANCELLED by 1000
 
 
 @functools.cache
@@ -265,7 +269,9 @@ def partition_minutes(partition: str | None) -> int:
     limits = []
     for line in _run("scontrol", "show", "partition", "--oneliner").splitlines():
         facts = _facts(line)
-        if facts["PartitionName"] in wanted or (partition is None and facts.get("Default") == "YES"):
+        if facts["PartitionName"] in wanted or (
+            partition is None and facts.get("Default") == "YES"
+        ):
             limit = facts.get("DefaultTime", "NONE")
             limits.append(facts.get("MaxTime", "UNLIMITED") if limit == "NONE" else limit)
     minutes = [UNLIMITED_MINUTES if limit == "UNLIMITED" else minutes_of(limit) for limit in limits]
@@ -352,7 +358,9 @@ def cancel(job_ids: Sequence[str]) -> None:
     for job_id in job_ids:
         array, _, task = job_id.partition("_")
         tasks[array].append(task)
-    ids = [array if each == [""] else f"{array}_[{','.join(each)}]" for array, each in tasks.items()]
+    ids = [
+        array if each == [""] else f"{array}_[{','.join(each)}]" for array, each in tasks.items()
+    ]
     try:
         _run("scancel", *ids)
     except SlurmError as error:
@@ -365,7 +373,9 @@ def cancel(job_ids: Sequence[str]) -> None:
 
 def _run(*command: str) -> str:
     # The user's settings for squeue could hide jobs.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")
+    }
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
@@ -380,5 +390,7 @@ def _run(*command: str) -> str:
         message = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
         if _NO_CONFIGURATION in message:
             raise NoSlurm(command[0], "finds no configuration")
-        raise SlurmError(f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {message}", lines)
+        raise SlurmError(
+            f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {message}", lines
+        )
     return done.stdout

@@ -24,7 +24,14 @@ from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.launch.state import RunState, read_or_warn
 from harness.launch.sweep.folder import FILE as SWEEP
-from harness.launch.sweep.folder import Point, SweepFolder, command_of, labels, sets_label, typed_overrides
+from harness.launch.sweep.folder import (
+    Point,
+    SweepFolder,
+    command_of,
+    labels,
+    sets_label,
+    typed_overrides,
+)
 from harness.metrics.mfu import mfu
 from harness.run.folder import RunFolder, run_folders
 from harness.run.result import newest
@@ -112,7 +119,9 @@ _PATH = re.compile(r"(?:\w+\.)+(?=\w+=)")
 def load(folder: Path) -> list[Row]:
     """Load all rows of a folder with a sweep, runs, one run, or ``results.jsonl``."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
+        raise UserError(
+            f"{folder}: no such folder; would work: a folder of runs/, or of experiments/"
+        )
     if (folder / SWEEP).is_file():
         return of_sweep(SweepFolder(folder))
     if (folder / KEPT).is_file():
@@ -133,7 +142,12 @@ def of_sweep(folder: SweepFolder) -> list[Row]:
     skipped = folder.skipped()
     names = labels([each.overrides for each in skipped], [point.overrides for point in points])
     rows = [
-        {"point": shortened(name), "state": "skipped", "reason": each.reason, **_typed(each.overrides)}
+        {
+            "point": shortened(name),
+            "state": "skipped",
+            "reason": each.reason,
+            **_typed(each.overrides),
+        }
         for name, each in zip(names, skipped, strict=True)
     ]
     return [*of_points(points), *rows]
@@ -144,7 +158,8 @@ def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> li
     names = labels([point.overrides for point in points]) if names is None else names
     seen, _ = read_or_warn([point.run_dir for point in points])
     return [
-        _of_seen(shortened(name), point, each) for name, point, each in zip(names, points, seen, strict=True)
+        _of_seen(shortened(name), point, each)
+        for name, point, each in zip(names, points, seen, strict=True)
     ]
 
 
@@ -248,8 +263,13 @@ def read_kept(folder: Path) -> list[Row]:
 def keep(folder: Path, rows: Iterable[Row]) -> Path:
     """Write ``results.jsonl`` without fields that are specific to a machine; return its path."""
     path = folder / KEPT
-    fields = [name for name, role, _ in leaves(Job()) if role == LABEL and not name.startswith("cluster.")]
-    left_out = {*_NOT_KEPT, *(f"job.{name}" for name in fields if name not in ("name", "model.name"))}
+    fields = [
+        name for name, role, _ in leaves(Job()) if role == LABEL and not name.startswith("cluster.")
+    ]
+    left_out = {
+        *_NOT_KEPT,
+        *(f"job.{name}" for name in fields if name not in ("name", "model.name")),
+    }
     dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.")
     lines = []
     for row in rows:

@@ -63,7 +63,9 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
     records = [SlurmJobRecord.read(folder) for folder in folders]
     found = [None if record is None else record.find(listed) for record in records]
     if busy := [f"job {each.id} ({each.state})" for each in found if each is not None]:
-        sys.stdout.write(f"{home}: already submitted, {', '.join(busy)}; the same command continues later\n")
+        sys.stdout.write(
+            f"{home}: already submitted, {', '.join(busy)}; the same command continues later\n"
+        )
         return EXIT_OK
     confirm(tasks)
     writer.begin()
@@ -74,7 +76,9 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
     if job.cluster.parsable:
         sys.stdout.write("".join(f"{each}\n" for each in ids))
         return EXIT_OK
-    sys.stdout.write(f"{home}: submitted as job {ids[0].partition('_')[0]}, {cost}\nlogs {home / 'slurm'}\n")
+    sys.stdout.write(
+        f"{home}: submitted as job {ids[0].partition('_')[0]}, {cost}\nlogs {home / 'slurm'}\n"
+    )
     return EXIT_OK
 
 
@@ -85,9 +89,13 @@ def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWrite
     sys.exit(guarded(lambda: _run(parse_task(f"python -m {module}"), job_class, writer_of)))
 
 
-def _run(options: argparse.Namespace, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> int:
+def _run(
+    options: argparse.Namespace, job_class: type, writer_of: Callable[[Any], ShardWriter]
+) -> int:
     if options.setup_failed is not None:
-        raise UserError(f"cluster.setup={options.line.strip()}: ended with exit code {options.setup_failed}")
+        raise UserError(
+            f"cluster.setup={options.line.strip()}: ended with exit code {options.setup_failed}"
+        )
     folder = Path(options.folder or folder_of_task(options.list))
     plain = read_object(folder / JOB)
     job = from_dict(job_class, {name: value for name, value in plain.items() if name != "id"})

@@ -86,7 +86,10 @@ def shape_of(job: Job) -> Shape:
         nodes,
         ranks_per_node,
         tuple(sorted((name, value) for name, value in options.items() if value is not None)),
-        tuple(f"export {name}={shlex.quote(str(value))}" for name, value in _environment(config).items()),
+        tuple(
+            f"export {name}={shlex.quote(str(value))}"
+            for name, value in _environment(config).items()
+        ),
         tuple(config.setup),
         config.snapshot,
     )
@@ -226,12 +229,17 @@ class Submission:
             job_record.write(run_dir)
         # Write everything that the job reads before submitting it: this process may die at any moment.
         if self.is_array:
-            write_atomically(self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode())
+            write_atomically(
+                self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode()
+            )
         write_atomically(self.script_path, self.script().encode())
         self.is_sent = True
         with _environment_for_submitting(self.shape):
             number = submit_script(self.script_path)
-        ids = [f"{number}_{job_record.index}" if self.is_array else number for job_record in job_records]
+        ids = [
+            f"{number}_{job_record.index}" if self.is_array else number
+            for job_record in job_records
+        ]
         for run_dir, job_record, ident in zip(self.run_dirs, job_records, ids, strict=True):
             # The job may have started meanwhile and written a newer record.
             if (SlurmJobRecord.read(run_dir) or job_record).job_id is None:
@@ -285,7 +293,9 @@ def check_shell(lines: Sequence[str]) -> None:
     bash = shutil.which("bash")
     if not lines or bash is None:
         return
-    done = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    done = subprocess.run(
+        [bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True
+    )
     if done.returncode != 0:
         message = done.stderr.strip().splitlines()[0].partition(": ")[2]
         raise ConfigError("cluster.setup", list(lines), f"bash cannot read it: {message}")
@@ -293,7 +303,8 @@ def check_shell(lines: Sequence[str]) -> None:
 
 # The user's defaults for sbatch, used for options that the job does not set.
 _DEFAULTS = {
-    f"SBATCH_{name.upper()}": name for name in ("account", "partition", "qos", "constraint", "reservation")
+    f"SBATCH_{name.upper()}": name
+    for name in ("account", "partition", "qos", "constraint", "reservation")
 }
 
 
@@ -341,7 +352,9 @@ def take_snapshot(home: Path) -> Path:
         if target.is_dir():
             return target  # another process was quicker
         if error.errno in DISK_FULL:
-            raise MachineError(f"{target}: the code cannot be copied: disk full or quota exceeded") from None
+            raise MachineError(
+                f"{target}: the code cannot be copied: disk full or quota exceeded"
+            ) from None
         raise UserError(f"{target}: the code cannot be copied: {error}") from None
     return target
 
@@ -370,11 +383,15 @@ def _code(package: Path) -> dict[Path, bytes]:
     found = {}
     try:
         for folder, folders, files in os.walk(package, onerror=_fail):
-            folders[:] = sorted(name for name in folders if name != "__pycache__" and name[0] != ".")
+            folders[:] = sorted(
+                name for name in folders if name != "__pycache__" and name[0] != "."
+            )
             known = sorted(name for name in files if name.endswith(_COPIED) and name[0] != ".")
             for path in (Path(folder) / name for name in (*folders, *known)):
                 if path.is_symlink():
-                    raise UserError(f"{path}: snapshots of the code do not follow symbolic links; {_WORKS}")
+                    raise UserError(
+                        f"{path}: snapshots of the code do not follow symbolic links; {_WORKS}"
+                    )
                 size = path.stat().st_size
                 if path.is_file() and size > LARGEST_BYTES:
                     raise UserError(
@@ -384,5 +401,7 @@ def _code(package: Path) -> dict[Path, bytes]:
                 if path.is_file():
                     found[path.relative_to(package)] = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{package}: the code cannot be read for a snapshot: {error}; {_WORKS}") from None
+        raise UserError(
+            f"{package}: the code cannot be read for a snapshot: {error}; {_WORKS}"
+        ) from None
     return found

@@ -99,7 +99,9 @@ class Allocation:
         """Return the allocation that this process runs in."""
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         ident = (
-            os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+            os.environ["SLURM_JOB_ID"]
+            if array is None
+            else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         )
         return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
@@ -214,7 +216,10 @@ def _run_ranks(
     with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
         if "OMP_NUM_THREADS" not in job.cluster.env:
             os.environ.pop("OMP_NUM_THREADS", None)  # of the submitting shell, passed on by sbatch
-        environment = {**os.environ, **rank_environment(job, port, started)}  # srun sets each task's rank
+        environment = {
+            **os.environ,
+            **rank_environment(job, port, started),
+        }  # srun sets each task's rank
         returned = None
 
         def start() -> str:
@@ -305,7 +310,9 @@ def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float
     return EXIT_RESUMABLE
 
 
-def _put_back(folder: RunFolder, allocation: Allocation, without: list[str], words: str = "") -> bool:
+def _put_back(
+    folder: RunFolder, allocation: Allocation, without: list[str], words: str = ""
+) -> bool:
     """Requeue the job without some nodes; return whether SLURM has done so."""
     excluded = {"excluded": without} if without else {}
     folder.set_status("requeued", restarts=allocation.restarts + 1, **excluded)

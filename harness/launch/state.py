@@ -95,7 +95,11 @@ class SlurmJobRecord:
     def lost_in_words(self, *, is_killed: bool = False) -> str:
         """A message that the job ended without a result, or its process was killed, with its log's path."""
         named = f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
-        how = f"the batch process of {named} was killed" if is_killed else f"{named} ended without a result"
+        how = (
+            f"the batch process of {named} was killed"
+            if is_killed
+            else f"{named} ended without a result"
+        )
         if self.log is None:
             return how
         if not self.log.is_file():
@@ -134,13 +138,25 @@ def state_of(
     if kind and not has_begun and (found is None or found.state == "COMPLETING"):
         return "failed", cause, kind
     if found is not None:
-        again = f", started {record.restarts + 1} times" if record is not None and record.restarts else ""
+        again = (
+            f", started {record.restarts + 1} times"
+            if record is not None and record.restarts
+            else ""
+        )
         after = f", after {kind}: {cause}" if kind else ""
         if found.state in ("SUSPENDED", "STOPPED"):
-            return "suspended", f"job {found.id}: scontrol resume {found.id} continues it{again}", None
+            return (
+                "suspended",
+                f"job {found.id}: scontrol resume {found.id} continues it{again}",
+                None,
+            )
         if found.never_starts:
             works = "cancel it (harness sweep cancel), then a request that SLURM can meet"
-            return "blocked", f"job {found.id} can never start: {found.reason}; would work: {works}", "user"
+            return (
+                "blocked",
+                f"job {found.id} can never start: {found.reason}; would work: {works}",
+                "user",
+            )
         if found.is_waiting:
             requeued = f", requeued by SLURM{after}" if after else ""
             return "pending", f"job {found.id} waits: {found.reason}{again}{requeued}", None
@@ -148,7 +164,11 @@ def state_of(
     if status == "interrupted" and not has_begun:
         if record is not None and record.cancelled:
             return "cancelled", "", None
-        return "stopped", folder.stop_reason or "before its end; the same command continues it", None
+        return (
+            "stopped",
+            folder.stop_reason or "before its end; the same command continues it",
+            None,
+        )
     if status in (None, "planned"):
         return "planned", "", None
     if record is None:
@@ -216,7 +236,9 @@ def read_states(run_dirs: Sequence[Path]) -> list[RunState]:
 
 def queued_jobs(run_dirs: Sequence[Path]) -> Jobs | None:
     """Return SLURM's jobs if any run was submitted and is not complete; None if there is no SLURM here."""
-    if not any((path / FILE).is_file() and RunFolder(path).state != "completed" for path in run_dirs):
+    if not any(
+        (path / FILE).is_file() and RunFolder(path).state != "completed" for path in run_dirs
+    ):
         return Jobs([])
     return jobs() if shutil.which("squeue") is not None else None
 
@@ -229,7 +251,9 @@ def read_or_warn(
         return read(run_dirs), EXIT_OK
     except SlurmError as error:
         sys.stderr.write(f"WARNING {error}; shown is what the run folders know\n")
-        return [read_state(each, None, "SLURM does not answer") for each in run_dirs], error.exit_code
+        return [
+            read_state(each, None, "SLURM does not answer") for each in run_dirs
+        ], error.exit_code
 
 
 def read_state(
@@ -295,7 +319,9 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
         return [each for each in seen.values() if each.state == "lost" and not each.is_damaged]
 
     def submitted() -> list[tuple[str, str]]:
-        return [each.job_record.key for each in lost() if each.job_record and each.job_record.job_id]
+        return [
+            each.job_record.key for each in lost() if each.job_record and each.job_record.job_id
+        ]
 
     if left := len(submitted()):
         wait = f"in {LAST_WRITES_SECONDS:.0f} s missing rows are written"
@@ -341,7 +367,12 @@ def _close_unless_held(lost: RunState, state: str | None) -> bool:
 
 
 def close_run(
-    job: Job, folder: RunFolder, record: SlurmJobRecord | None, state: str | None, *, quiet: bool = False
+    job: Job,
+    folder: RunFolder,
+    record: SlurmJobRecord | None,
+    state: str | None,
+    *,
+    quiet: bool = False,
 ) -> int:
     """Write the row of a run that ended without one; return the run's exit code.
 

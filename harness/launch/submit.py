@@ -75,7 +75,11 @@ def _last_state(folder: RunFolder, submission: Submission) -> RunState:
         found = SlurmJobRecord(submission.name).find(jobs())
         # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
         output = "" if found is None else describe(found.id).get("StdOut", "")
-        if found is not None and output and f"{submission.folder}/".startswith(output.rpartition("/")[0]):
+        if (
+            found is not None
+            and output
+            and f"{submission.folder}/".startswith(output.rpartition("/")[0])
+        ):
             raise UserError(
                 f"{folder.path}: SLURM job {found.id} ({found.state}) belongs to this run, but its run "
                 f"folder was removed; would work: scancel {found.id}, then the same command"
@@ -87,7 +91,11 @@ def _last_state(folder: RunFolder, submission: Submission) -> RunState:
 
 
 def submit(
-    submission: Submission, folders: list[RunFolder], overrides: list[list[str]], *, adopt: bool = False
+    submission: Submission,
+    folders: list[RunFolder],
+    overrides: list[list[str]],
+    *,
+    adopt: bool = False,
 ) -> list[str]:
     """Prepare the run folders, submit, and release the folders; return the job ids."""
     for job in submission.jobs:
@@ -104,7 +112,9 @@ def submit(
                     if folder.state == "submitted":
                         folder.set_status("planned")
                 except OSError as failure:
-                    sys.stderr.write(f"WARNING {folder.path}: status.json cannot be written: {failure}\n")
+                    sys.stderr.write(
+                        f"WARNING {folder.path}: status.json cannot be written: {failure}\n"
+                    )
         if isinstance(error, OSError):
             raise UserError(
                 f"{submission.home}: cannot write the job's files, so it was not submitted: {error}"
@@ -142,7 +152,10 @@ def confirm(jobs: list[Job]) -> None:
     hours = summed(map(device_hours, jobs))
     if hours is None:
         raise ConfigError(
-            "cluster.time", None, "there is no scontrol here to read the partition's limit from", "4:00:00"
+            "cluster.time",
+            None,
+            "there is no scontrol here to read the partition's limit from",
+            "4:00:00",
         )
     if hours <= limit:
         return

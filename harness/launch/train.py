@@ -36,7 +36,9 @@ def train(job: Job, overrides: list[str]) -> int:
         from harness.launch.local import run_launched_rank
 
         if job.cluster.kind != "local":
-            refuse_launched(f"so the job would train here, and not by cluster.kind={job.cluster.kind}")
+            refuse_launched(
+                f"so the job would train here, and not by cluster.kind={job.cluster.kind}"
+            )
         run_launched_rank(job, folder, overrides)
     if earlier_work(job, folder.path).is_finished:
         return show_finished(job, folder.path)

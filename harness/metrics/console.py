@@ -39,7 +39,9 @@ class PlainConsole:
             is_prefix = metric.name.endswith("*")
             keys = [key for key in row if key.startswith(stem)] if is_prefix else [metric.name]
             shown += [
-                metric.format(key, row[key]) for key in keys if metric.line and row.get(key) is not None
+                metric.format(key, row[key])
+                for key in keys
+                if metric.line and row.get(key) is not None
             ]
         return "  ".join(filter(None, shown))
 

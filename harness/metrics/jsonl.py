@@ -63,7 +63,9 @@ class MetricsFile:
             interval: steps between rows; in an earlier attempt it may have been larger.
         """
         steps = sorted({_step(row) for row in read_rows(self.path)[0] if "loss" in row} | {0})
-        apart = max((later - earlier for earlier, later in itertools.pairwise(steps[1:])), default=0)
+        apart = max(
+            (later - earlier for earlier, later in itertools.pairwise(steps[1:])), default=0
+        )
         last_due = step - step % max(interval, apart)
         if steps[-1] < max(last_due, min(step, 1)):
             self.notes.append(
@@ -93,7 +95,9 @@ def read_metrics(path: Path) -> list[Row]:
     """
     rows, damaged = read_rows(path)
     if damaged:
-        raise UserError(f"{path}: line {damaged[0]} is not a JSON object; remove it to use the file")
+        raise UserError(
+            f"{path}: line {damaged[0]} is not a JSON object; remove it to use the file"
+        )
     return rows
 
 

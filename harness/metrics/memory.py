@@ -30,7 +30,11 @@ def peak_memory_gib(device_type: str) -> float:
 
 MEMORY = (
     Metric(
-        "memory_gib", "GiB", "Peak memory since the process started.", line="mem {:.2f} GiB", in_summary=True
+        "memory_gib",
+        "GiB",
+        "Peak memory since the process started.",
+        line="mem {:.2f} GiB",
+        in_summary=True,
     ),
     Metric("memory.active_gib", "GiB", "Peak memory in use by tensors.", "GPUs"),
     Metric("memory.reserved_gib", "GiB", "Peak memory reserved by the allocator.", "GPUs"),
@@ -55,7 +59,8 @@ def allocator(device_type: str) -> dict[str, float]:
 
     found = torch.cuda.memory_stats()
     return {
-        name: found.get(key, 0) / (GIB if name.endswith("_gib") else 1) for name, key in ALLOCATOR.items()
+        name: found.get(key, 0) / (GIB if name.endswith("_gib") else 1)
+        for name, key in ALLOCATOR.items()
     }
 
 

@@ -73,11 +73,15 @@ def peak_of(device_name: str, dtype: str, accelerator: Accelerator | None = None
         return Peak(None, f"no known peak for {device_name!r}")
     if dtype not in accelerator.peak_flops:
         return Peak(None, f"no {dtype} peak for {accelerator.name} in {accelerator.source}")
-    return Peak(accelerator.peak_flops[dtype], f"{accelerator.name}, dense {dtype}, {accelerator.source}")
+    return Peak(
+        accelerator.peak_flops[dtype], f"{accelerator.name}, dense {dtype}, {accelerator.source}"
+    )
 
 
 def mfu(
-    tokens_per_second_per_device: float | None, flops_per_token: float | None, peak_flops: float | None
+    tokens_per_second_per_device: float | None,
+    flops_per_token: float | None,
+    peak_flops: float | None,
 ) -> float | None:
     """Fraction of the peak, 0 to 1; None if one of the three is unknown."""
     if tokens_per_second_per_device is None or flops_per_token is None or peak_flops is None:
@@ -118,7 +122,9 @@ class Efficiency:
         self._world_size = world_size
         self._known = {seq_len: self.accounting}
 
-    def row(self, tokens_per_second: float | None, lengths: Mapping[int, int]) -> dict[str, float | None]:
+    def row(
+        self, tokens_per_second: float | None, lengths: Mapping[int, int]
+    ) -> dict[str, float | None]:
         """Return ``UTILIZATION`` for a throughput of all ranks; ``lengths`` as in ``mean``."""
         per_rank = None if tokens_per_second is None else tokens_per_second / self._world_size
         return utilization(per_rank, self.mean(lengths), self.peak)
@@ -138,5 +144,7 @@ class Efficiency:
         return replace(
             self.accounting,
             flops_per_token_full=sum(each.flops_per_token_full * share for each, share in counts),
-            flops_per_token_causal=sum(each.flops_per_token_causal * share for each, share in counts),
+            flops_per_token_causal=sum(
+                each.flops_per_token_causal * share for each, share in counts
+            ),
         )

@@ -31,7 +31,9 @@ class Recorder:
         self._views: list[View] = []
         self._closed = False
 
-    def begin(self, start_step: int, metrics: Sequence[Metric] = (), *, has_curve: bool = False) -> None:
+    def begin(
+        self, start_step: int, metrics: Sequence[Metric] = (), *, has_curve: bool = False
+    ) -> None:
         """Open the file and the views.
 
         Args:
@@ -112,4 +114,6 @@ class Recorder:
         """
         missing = missing_package(error)
         reason = " ".join((str(missing) if missing else f"{type(error).__name__}: {error}").split())
-        self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl continues: {reason}"))
+        self._tell(
+            lambda console: console.warn(f"{name} is off, metrics.jsonl continues: {reason}")
+        )

@@ -65,7 +65,8 @@ def slow_ranks(run_dir: Path) -> list[SlowRank]:
 def own_seconds(phases: Mapping[str, float]) -> list[float]:
     """Return the seconds of each of ``KINDS``, from the seconds of all phases of a step."""
     return [
-        sum(seconds for phase, seconds in phases.items() if phase.split(".")[0] == kind) for kind in KINDS
+        sum(seconds for phase, seconds in phases.items() if phase.split(".")[0] == kind)
+        for kind in KINDS
     ]
 
 
@@ -84,7 +85,9 @@ class SlowRanks:
             rank: [other for other, of in enumerate(stages) if of == stage and other != rank]
             for rank, stage in enumerate(stages)
         }
-        self._excess: dict[int, deque[float]] = {rank: deque(maxlen=IN_A_ROW) for rank in self._peers}
+        self._excess: dict[int, deque[float]] = {
+            rank: deque(maxlen=IN_A_ROW) for rank in self._peers
+        }
         self.found: list[SlowRank] = []
         """Ranks that were or are slow."""
 
@@ -118,7 +121,9 @@ class SlowRanks:
             # The largest usual excess. A normal distribution's standard deviation is 1.4826 times its median
             # absolute deviation, a robust estimate.
             middle = median(others or [0.0])
-            usual = middle + SPREADS * 1.4826 * median(abs(each - middle) for each in others or [0.0])
+            usual = middle + SPREADS * 1.4826 * median(
+                abs(each - middle) for each in others or [0.0]
+            )
             steadily = bool(others) and min(self._excess[rank]) > EXCESS / 2
             if steadily and excess > max(EXCESS, usual) and rank not in self.slow:
                 compared = [peer for peer in self._peers[rank] if peer in known]

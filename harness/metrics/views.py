@@ -242,7 +242,9 @@ class MlflowView:
                 return str(earlier[0].info.run_id)
         created = self._client.create_run(experiment, tags={**tags, **others}, run_name=run.name)
         ident = str(created.info.run_id)
-        params = [Param(_valid(key), str(each)[:_LONGEST_PARAM]) for key, each in flatten(run.job).items()]
+        params = [
+            Param(_valid(key), str(each)[:_LONGEST_PARAM]) for key, each in flatten(run.job).items()
+        ]
         for some in _batches(params, _PARAMS_PER_REQUEST):
             self._client.log_batch(ident, params=some)
         return ident

@@ -21,7 +21,9 @@ from harness.model.rope import rotate
 
 def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
     """Build the attention of one block."""
-    return LatentAttention(config, layer) if config.attention.is_latent else Attention(config, layer)
+    return (
+        LatentAttention(config, layer) if config.attention.is_latent else Attention(config, layer)
+    )
 
 
 class Attention(nn.Module):
@@ -52,7 +54,11 @@ class Attention(nn.Module):
         self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), config.score_scale, of.sinks))
 
     def forward(
-        self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
+        self,
+        x_BTC: Tensor,
+        rope_2TD: Tensor,
+        mask: Any | None = None,
+        positions_T: Tensor | None = None,
     ) -> Tensor:
         """Attends from every position to itself and those before it.
 
@@ -77,7 +83,9 @@ class Attention(nn.Module):
         if self.is_rotated:
             q_BTHD, k_BTHD = rotate(q_BTHD, k_BTHD, rope_2TD, interleaved=self.interleaved)
         if self.normed_eps is not None:
-            q_BTHD, k_BTHD = (F.rms_norm(x, x.shape[-1:], eps=self.normed_eps) for x in (q_BTHD, k_BTHD))
+            q_BTHD, k_BTHD = (
+                F.rms_norm(x, x.shape[-1:], eps=self.normed_eps) for x in (q_BTHD, k_BTHD)
+            )
         if self.temperature:
             assert positions_T is not None, "the temperature depends on positions"
             q_BTHD = q_BTHD * self._temperatures(positions_T)[..., None, None].type_as(q_BTHD)
@@ -123,24 +131,34 @@ class LatentAttention(nn.Module):
         self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), scale))
 
     def forward(
-        self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
+        self,
+        x_BTC: Tensor,
+        rope_2TD: Tensor,
+        mask: Any | None = None,
+        positions_T: Tensor | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in ``Attention``."""
         B, T, _ = x_BTC.shape
         q_BTHD = self._queries(x_BTC).view(B, T, -1, self.nope + self.rotated)
         latents = self.wkv_a(x_BTC)
-        latent_BTL, k_rotated = latents.split([latents.shape[-1] - self.rotated, self.rotated], dim=-1)
+        latent_BTL, k_rotated = latents.split(
+            [latents.shape[-1] - self.rotated, self.rotated], dim=-1
+        )
         latent_BTL = self.kv_norm(latent_BTL)
         q_nope, q_rotated = q_BTHD.split([self.nope, self.rotated], dim=-1)
         k_rotated = k_rotated.unsqueeze(2)
         if self.is_rotated:
-            q_rotated, k_rotated = rotate(q_rotated, k_rotated, rope_2TD, interleaved=self.interleaved)
+            q_rotated, k_rotated = rotate(
+                q_rotated, k_rotated, rope_2TD, interleaved=self.interleaved
+            )
         inner: Callable[..., Tensor] = self.inner
         if isinstance(mask, Slots):
             assert isinstance(self.inner, CachedKernel)
             keys = self.inner.store_keys(torch.cat((latent_BTL.unsqueeze(2), k_rotated), -1), mask)
             if not mask.is_first:
-                return self.wo(self._attend_latents(q_nope, q_rotated, keys, mask).reshape(B, T, -1))
+                return self.wo(
+                    self._attend_latents(q_nope, q_rotated, keys, mask).reshape(B, T, -1)
+                )
             inner = partial(SdpaKernel.forward, self.inner)
             mask = mask.visible
         kv = self.wkv_b(latent_BTL).view(B, T, -1, self.nope + self.value)
@@ -149,7 +167,9 @@ class LatentAttention(nn.Module):
         k_BTHD = torch.cat((k_nope, k_rotated.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         return self.wo(inner(q_BTHD, k_BTHD, v_BTHE, mask).reshape(B, T, -1))
 
-    def _attend_latents(self, q_nope: Tensor, q_rotated: Tensor, keys_B1SL: Tensor, mask: Slots) -> Tensor:
+    def _attend_latents(
+        self, q_nope: Tensor, q_rotated: Tensor, keys_B1SL: Tensor, mask: Slots
+    ) -> Tensor:
         """Attend from one token to stored latents, which serve as the key and value of all heads.
 
         The projection of latents to keys is applied to the query instead, and the projection to values to the
@@ -160,7 +180,9 @@ class LatentAttention(nn.Module):
         to_key_HDL, to_value_HEL = weight_HDL.split([self.nope, self.value], dim=1)
         q_BTHL = torch.einsum("bthd,hdl->bthl", q_nope, to_key_HDL)
         latents_B1SL = keys_B1SL[..., : q_BTHL.shape[-1]]
-        out_BTHL = self.inner.attend(torch.cat((q_BTHL, q_rotated), dim=-1), keys_B1SL, latents_B1SL, mask)
+        out_BTHL = self.inner.attend(
+            torch.cat((q_BTHL, q_rotated), dim=-1), keys_B1SL, latents_B1SL, mask
+        )
         return torch.einsum("bthl,hel->bthe", out_BTHL, to_value_HEL)
 
     def _queries(self, x_BTC: Tensor) -> Tensor:

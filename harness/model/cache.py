@@ -50,7 +50,12 @@ class CachedKernel(SdpaKernel):
         self.values_BKSE: Tensor | None = None
 
     def forward(
-        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any, sinks_H: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        mask: Any,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Compute attention, and store keys and values; ``mask`` is ``Slots``."""
         keys_BKSD = self.store_keys(k_BTKD, mask)
@@ -65,15 +70,27 @@ class CachedKernel(SdpaKernel):
         return self.keys_BKSD
 
     def attend(
-        self, q_B1HD: Tensor, keys_BKSD: Tensor, values_BKSE: Tensor, new: Slots, sinks_H: Any = None
+        self,
+        q_B1HD: Tensor,
+        keys_BKSD: Tensor,
+        values_BKSE: Tensor,
+        new: Slots,
+        sinks_H: Any = None,
     ) -> Tensor:
         """Attend from one token of each sequence to its stored tokens: [B, 1, H, E]."""
         assert new.visible is not None
         q_BKGD = q_B1HD.squeeze(1).unflatten(1, (keys_BKSD.shape[1], -1))
         # Sum and product are computed in float32, by one kernel.
-        scores_BKGS = torch.add(new.visible, q_BKGD @ keys_BKSD.transpose(2, 3), alpha=self.spec.scale)
+        scores_BKGS = torch.add(
+            new.visible, q_BKGD @ keys_BKSD.transpose(2, 3), alpha=self.spec.scale
+        )
         if sinks_H is not None:
-            sinks_BKG1 = sinks_H.float().view(scores_BKGS.shape[1:3]).expand(len(q_B1HD), -1, -1).unsqueeze(3)
+            sinks_BKG1 = (
+                sinks_H.float()
+                .view(scores_BKGS.shape[1:3])
+                .expand(len(q_B1HD), -1, -1)
+                .unsqueeze(3)
+            )
             scores_BKGS = torch.cat((scores_BKGS, sinks_BKG1), dim=-1)
         shares_BKGS = scores_BKGS.softmax(-1)[..., : self.slots].type_as(values_BKSE)
         return (shares_BKGS @ values_BKSE).flatten(1, 2).unsqueeze(1)
@@ -132,5 +149,7 @@ class CachedPass:
             visible = kernel.mask(None, len(last_B1), self.prompts, last_B1.device)
             return Slots(True, visible, None if self.prompts <= slots else position_BS.clamp(min=0))
         seen_BS = (position_BS >= 0) & sees(kernel.spec.span, last_B1, position_BS)
-        hidden_BS = torch.zeros(seen_BS.shape, device=last_B1.device).masked_fill(~seen_BS, float("-inf"))
+        hidden_BS = torch.zeros(seen_BS.shape, device=last_B1.device).masked_fill(
+            ~seen_BS, float("-inf")
+        )
         return Slots(False, hidden_BS[:, None, None], last_B1 % slots)

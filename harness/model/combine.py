@@ -95,7 +95,15 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _gradients(  # type: ignore[no-untyped-def]
-        grad_NC, out_RC, weights_NK, place_R, grad_RC, grad_NK, C, K: tl.constexpr, BLOCK: tl.constexpr
+        grad_NC,
+        out_RC,
+        weights_NK,
+        place_R,
+        grad_RC,
+        grad_NK,
+        C,
+        K: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         choice = tl.program_id(0).to(tl.int64)
         row = tl.load(place_R + choice)
@@ -105,5 +113,9 @@ if triton is not None:
             columns = start + tl.arange(0, BLOCK)
             grad = tl.load(grad_NC + choice // K * C + columns, columns < C, 0.0).to(tl.float32)
             total += grad * tl.load(out_RC + row * C + columns, columns < C, 0.0).to(tl.float32)
-            tl.store(grad_RC + row * C + columns, (weight * grad).to(grad_RC.dtype.element_ty), columns < C)
+            tl.store(
+                grad_RC + row * C + columns,
+                (weight * grad).to(grad_RC.dtype.element_ty),
+                columns < C,
+            )
         tl.store(grad_NK + choice, tl.sum(total))

@@ -40,7 +40,9 @@ class Head(nn.Linear):
             return super().forward(x_BTC)
         assert self.loss is not None, "labels need a head with a loss"
         streams = x_BTC.chunk(len(labels_BT))
-        losses = [self.loss(x, self.weight, labels) for x, labels in zip(streams, labels_BT, strict=True)]
+        losses = [
+            self.loss(x, self.weight, labels) for x, labels in zip(streams, labels_BT, strict=True)
+        ]
         return losses[0] if len(losses) == 1 else torch.stack(losses)
 
 
@@ -118,7 +120,9 @@ class Block(nn.Module):
         """
         return self.feed(self.attend(x_BTC, rope_2TD, mask, positions_T), tokens_BT)
 
-    def attend(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None) -> Tensor:
+    def attend(
+        self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None
+    ) -> Tensor:
         """The first half of a block: attention with its residual sum."""
         return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
@@ -135,7 +139,9 @@ class Block(nn.Module):
 class Decoder(ModelPart):
     """A decoder, or a part of one."""
 
-    def __init__(self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None
+    ) -> None:
         """Build the named modules on the current default device (use ``torch.device("meta")``).
 
         Args:
@@ -148,7 +154,9 @@ class Decoder(ModelPart):
         self.seq_len = seq_len
         self._share: Tensor | None = None
         self.loads: dict[int, Tensor] = {}
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim) if has("tok_embeddings") else None
+        self.tok_embeddings = (
+            nn.Embedding(config.vocab_size, config.dim) if has("tok_embeddings") else None
+        )
         block = block_of(config)
         self.layers = nn.ModuleDict(
             {str(i): block.build(config, i) for i in range(config.n_layers) if has(f"layers.{i}")}
@@ -157,7 +165,11 @@ class Decoder(ModelPart):
         self.output = Head(config.dim, config.vocab_size, bias=False) if has("output") else None
         # It uses both tables, so a pipeline stage cannot have it.
         whole = self.tok_embeddings is not None and self.output is not None
-        self.mtp = MTP(config, block.build(config, config.n_layers)) if config.mtp.depth and whole else None
+        self.mtp = (
+            MTP(config, block.build(config, config.n_layers))
+            if config.mtp.depth and whole
+            else None
+        )
         self.tie_embeddings()
         self.positions: Tensor
         self.rope: Tensor
@@ -209,7 +221,11 @@ class Decoder(ModelPart):
 
         Otherwise two tables would silently remain.
         """
-        if self.config.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
+        if (
+            self.config.tied_embeddings
+            and self.tok_embeddings is not None
+            and self.output is not None
+        ):
             self.output.weight = self.tok_embeddings.weight
 
     def materialize_buffers(self, device: torch.device) -> None:
@@ -255,7 +271,9 @@ class Decoder(ModelPart):
             length = x.shape[1]
         if later_BT is not None:
             # Each table is used once per pass: FSDP gathers it and reduces its gradient at every use.
-            assert self.tok_embeddings is not None and self.mtp is not None, "later_BT needs model.mtp"
+            assert self.tok_embeddings is not None and self.mtp is not None, (
+                "later_BT needs model.mtp"
+            )
             x, later_BTC = self.tok_embeddings(torch.cat((x, later_BT))).chunk(2)
         elif self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
@@ -291,13 +309,17 @@ class Decoder(ModelPart):
         if self.config.output_multiplier != 1:
             x = x * self.config.output_multiplier
         # A float8 output projection takes no labels.
-        return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
+        return self.output(
+            x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None)
+        )
 
     @property
     def _by_spec(self) -> dict[AttentionSpec, Any]:
         return {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
 
-    def _masks(self, documents_BT: Tensor | None, x: Tensor, length: int) -> dict[AttentionSpec, Any | None]:
+    def _masks(
+        self, documents_BT: Tensor | None, x: Tensor, length: int
+    ) -> dict[AttentionSpec, Any | None]:
         return {
             reach: kernel.mask(documents_BT, x.shape[0], length, x.device)
             for reach, kernel in self._by_spec.items()

@@ -41,7 +41,11 @@ class DecoderArchitecture(Architecture):
         if model.attention.is_latent:
             return replace(model, head_dim=model.attention.latent_head_dim)
         if model.dim % model.n_heads:
-            fits = [d for d in divisors(model.dim) if d % model.n_kv_heads == 0 and model.dim // d % 2 == 0]
+            fits = [
+                d
+                for d in divisors(model.dim)
+                if d % model.n_kv_heads == 0 and model.dim // d % 2 == 0
+            ]
             rule = f"must divide model.dim={model.dim} when model.head_dim is null"
             works = [*fits, "or model.head_dim set"] if fits else "model.head_dim set"
             raise ConfigError("model.n_heads", model.n_heads, rule, works)

@@ -18,7 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from harness.config.model import AttentionSpan
 from harness.util.errors import ConfigError
@@ -59,7 +64,9 @@ class Kernel(nn.Module, ABC):
         self.spec = reach
 
     @abstractmethod
-    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
+    def mask(
+        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+    ) -> Any | None:
         """Make the mask for ``forward``; None: causal, without further limits.
 
         Args:
@@ -69,7 +76,12 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any | None, sinks_H: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        mask: Any | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Compute attention; ``mask`` is the result of ``self.mask``."""
 
@@ -110,7 +122,9 @@ class SdpaKernel(Kernel):
         memory_efficient = needs_memory_efficient(q_BTHD, k_BTKD, mask)
         if memory_efficient and grouped:
             # It has no grouped queries; torch would compute all scores, T x T for every head.
-            k_BTKD, v_BTKE = (x.repeat_interleave(q_BTHD.shape[2] // x.shape[2], 2) for x in (k_BTKD, v_BTKE))
+            k_BTKD, v_BTKE = (
+                x.repeat_interleave(q_BTHD.shape[2] // x.shape[2], 2) for x in (k_BTKD, v_BTKE)
+            )
             grouped = False
         with sdpa_kernel(MEMORY_EFFICIENT) if memory_efficient else nullcontext():
             out_BHTE = F.scaled_dot_product_attention(
@@ -133,7 +147,9 @@ class SdpaKernel(Kernel):
         any kernel supports it, and the sink's gradient is that of a query.
         """
         B, _, K, D = k_BTKD.shape
-        score_BTHD = (sinks_H / self.spec.scale).to(q_BTHD.dtype)[:, None].expand(*q_BTHD.shape[:3], 1)
+        score_BTHD = (
+            (sinks_H / self.spec.scale).to(q_BTHD.dtype)[:, None].expand(*q_BTHD.shape[:3], 1)
+        )
         q_BTHD = F.pad(torch.cat((q_BTHD, score_BTHD), dim=-1), (0, ALIGNED - 1))
         sink_B1KD = F.pad(k_BTKD.new_ones(1), (D, ALIGNED - 1)).expand(B, 1, K, -1)
         k_BTKD = torch.cat((F.pad(k_BTKD, (0, ALIGNED)), sink_B1KD), dim=1)
@@ -160,7 +176,9 @@ class FlexKernel(Kernel):
     torch has no backward pass for it on CPUs.
     """
 
-    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> BlockMask:
+    def mask(
+        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+    ) -> BlockMask:
         if documents_BT is None:
             return _block_mask(self.spec.span, length, device)
         span = self.spec.span
@@ -251,7 +269,9 @@ class VarlenKernel(Kernel):
 
 def use_flash(name: str, device: torch.device) -> None:
     """Have torch run FlashAttention-3 or 4 where it would run its own, and in place of cuDNN's attention."""
-    package, majors = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}[name]
+    package, majors = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}[
+        name
+    ]
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
     if major not in majors:
         rule = f"runs on GPUs of compute capability {' and '.join(f'{each}.0' for each in majors)}"

@@ -116,7 +116,9 @@ class Router(nn.Linear):
     def _in_turn(self, length: int, device: torch.device) -> Tensor:
         """Experts [T, K] of each position, round-robin, so that loads are equal; independent of the rank."""
         of = self.config
-        positions_T = torch.arange(length, device=device) if self.positions_T is None else self.positions_T
+        positions_T = (
+            torch.arange(length, device=device) if self.positions_T is None else self.positions_T
+        )
         turns_TK = positions_T.unsqueeze(1) * of.top_k + torch.arange(of.top_k, device=device)
         return turns_TK % of.num_experts
 
@@ -124,7 +126,9 @@ class Router(nn.Linear):
         """Mask of the experts in each token's best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
         of = self.config
         grouped = choice_NE.unflatten(-1, (of.num_groups, -1))
-        best = grouped.amax(-1) if of.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        best = (
+            grouped.amax(-1) if of.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        )
         groups = best.topk(of.top_groups, dim=-1, sorted=False).indices
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, groups, True)
         return allowed.unsqueeze(-1).expand_as(grouped).flatten(-2)
@@ -138,7 +142,9 @@ class Router(nn.Linear):
         times E (without a gradient), P its mean normalized score (arXiv:2412.19437, equations 17-20).
         """
         of = self.config
-        share_NE = scores_NE if of.score == "softmax" else scores_NE / scores_NE.sum(-1, keepdim=True)
+        share_NE = (
+            scores_NE if of.score == "softmax" else scores_NE / scores_NE.sum(-1, keepdim=True)
+        )
         load_BE = count_by_expert(experts_NK.unflatten(0, (-1, length)), of.num_experts)
         load_BE = load_BE if self.over_sequence is None else self.over_sequence(load_BE)
         tokens: int | Tensor = length * self.sequence_parts
@@ -248,7 +254,11 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None, None]:
         (inverse_R,) = ctx.saved_tensors
         grad_RC = grad_RC.index_select(0, inverse_R)
-        return grad_RC if ctx.copies == 1 else grad_RC.unflatten(0, (-1, ctx.copies)).sum(1), None, None
+        return (
+            grad_RC if ctx.copies == 1 else grad_RC.unflatten(0, (-1, ctx.copies)).sum(1),
+            None,
+            None,
+        )
 
 
 def permute(x_NC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -287,11 +297,15 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config)
         self.shared_experts = (
-            FeedForward(config.dim, of.shared_hidden_dim, config.activation) if of.shared_hidden_dim else None
+            FeedForward(config.dim, of.shared_hidden_dim, config.activation)
+            if of.shared_hidden_dim
+            else None
         )
         self.exchange = Exchange()
         self.reduce_output: Callable[[Tensor], Tensor] | None = None
-        self.register_buffer("balance_bias", torch.zeros(of.num_experts) if of.balance_coeff else None)
+        self.register_buffer(
+            "balance_bias", torch.zeros(of.num_experts) if of.balance_coeff else None
+        )
         self.balance_bias: Tensor | None
 
     def materialize_buffers(self, device: torch.device) -> None:

@@ -25,7 +25,9 @@ except ImportError:  # torch without CUDA
 # B: batch, T: sequence, H: heads, D: rotated width
 
 
-def rope_table(config: RopeConfig, width: int, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
+def rope_table(
+    config: RopeConfig, width: int, seq_len: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Cosines and sines of each position's rotation.
 
     Returns:
@@ -112,7 +114,9 @@ class _Rotation(torch.autograd.Function):
     """The gradient is a rotation back. On GPUs both are a kernel; the last bit of float32 may differ."""
 
     @staticmethod
-    def forward(ctx: Any, q_BTHD: Tensor, k_BTHD: Tensor, table_2TD: Tensor, interleaved: bool) -> Any:
+    def forward(
+        ctx: Any, q_BTHD: Tensor, k_BTHD: Tensor, table_2TD: Tensor, interleaved: bool
+    ) -> Any:
         ctx.save_for_backward(table_2TD)
         ctx.interleaved = interleaved
         return _both(q_BTHD, k_BTHD, table_2TD, 1, interleaved)
@@ -123,7 +127,9 @@ class _Rotation(torch.autograd.Function):
         return *_both(q_BTHD, k_BTHD, ctx.saved_tensors[0], -1, ctx.interleaved), None, None
 
 
-def _both(q: Tensor, k: Tensor, table_2TD: Tensor, direction: int, interleaved: bool) -> tuple[Tensor, ...]:
+def _both(
+    q: Tensor, k: Tensor, table_2TD: Tensor, direction: int, interleaved: bool
+) -> tuple[Tensor, ...]:
     if q.is_cuda and triton is not None:
         return turn(q, k, table_2TD, direction, interleaved)
     return tuple(_rotated(x, table_2TD, direction, interleaved) for x in (q, k))
@@ -140,14 +146,29 @@ def _rotated(x_BTHD: Tensor, table_2TD: Tensor, direction: int, interleaved: boo
     return out_BTHD
 
 
-def turn(q: Tensor, k: Tensor, table: Tensor, direction: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+def turn(
+    q: Tensor, k: Tensor, table: Tensor, direction: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys in one kernel, forward (1) or back (-1)."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (B, T, H, D), K = q.shape, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)
     by_batch = 0 if table.ndim == 3 else table.stride(1)
     _turn[B * T,](
-        *(q, k, *out, table, table[1], T, H, K, *q.stride()[:3], *k.stride()[:3], by_batch, table.stride(-2)),
+        *(
+            q,
+            k,
+            *out,
+            table,
+            table[1],
+            T,
+            H,
+            K,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            by_batch,
+            table.stride(-2),
+        ),
         *(D // 2, *map(triton.next_power_of_2, (D // 2, H, K)), direction, interleaved),
     )
     return out

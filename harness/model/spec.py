@@ -366,7 +366,9 @@ class _PreNormBlock:
         yield _linear(f"{at}.wkv_b", up, rank, Split.COLUMN, self.init)
         yield _linear(f"{at}.wo", dim, heads * of.v_head_dim, Split.ROW, self.deep)
 
-    def _feed_forward(self, at: str, hidden: int, region: Split = Split.REGION) -> Iterator[ModuleSpec]:
+    def _feed_forward(
+        self, at: str, hidden: int, region: Split = Split.REGION
+    ) -> Iterator[ModuleSpec]:
         dim = self.config.dim
         yield ModuleSpec(at, region)
         yield _linear(f"{at}.w1", hidden, dim, Split.COLUMN, self.init)
@@ -394,10 +396,14 @@ class _PreNormBlock:
         for i, (outputs, inputs, split, init) in shapes.items():
             shape = experts, outputs, inputs
             weights.append(TensorSpec(f"{stack}.w{i}", stack, shape, split, init, True, of.top_k))
-            biases.append(TensorSpec(f"{stack}.b{i}", stack, shape[:2], split, ZEROS, False, of.top_k))
+            biases.append(
+                TensorSpec(f"{stack}.b{i}", stack, shape[:2], split, ZEROS, False, of.top_k)
+            )
         yield ModuleSpec(stack, Split.EXPERTS, (*weights, *(biases if of.expert_bias else ())))
         if of.shared_hidden_dim:
-            yield from self._feed_forward(f"{at}.shared_experts", of.shared_hidden_dim, Split.SHARED_EXPERTS)
+            yield from self._feed_forward(
+                f"{at}.shared_experts", of.shared_hidden_dim, Split.SHARED_EXPERTS
+            )
 
 
 def _linear_init(depth: int = 1) -> Init:

@@ -70,7 +70,9 @@ def assign(tensors: Sequence[Matrices]) -> list[list[MatrixGroup]]:
             heapq.heappush(work, (done + flops, owner))
             number, values = filled[owner]
             size = (stop - first) * matrices.values
-            number, values = (number, values + size) if values + size <= capacity else (number + 1, size)
+            number, values = (
+                (number, values + size) if values + size <= capacity else (number + 1, size)
+            )
             filled[owner] = number, values
             own += [[] for _ in range(len(own), number + 1)]
             own[number].append(MatrixGroup(tensor, first, stop, owner))

@@ -81,7 +81,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """Return the optimizers that an optimizer consists of."""
-    return list(optimizer.optimizers.values()) if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    return (
+        list(optimizer.optimizers.values())
+        if isinstance(optimizer, CombinedOptimizer)
+        else [optimizer]
+    )
 
 
 def drops_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.sgd import sgd
 
-from harness.config.optimizer import DECAYS, EIGHT_BIT, KINDS, OptimizerConfig, ScheduleConfig, lr_scale
+from harness.config.optimizer import (
+    DECAYS,
+    EIGHT_BIT,
+    KINDS,
+    OptimizerConfig,
+    ScheduleConfig,
+    lr_scale,
+)
 from harness.config.registry import load_attribute
 from harness.model.spec import TensorSpec
 from harness.optimizer.base import CombinedOptimizer, local, parts_of
@@ -70,7 +77,9 @@ def _build(
     return optimizer
 
 
-def adam(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+def adam(
+    config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None
+) -> torch.optim.Optimizer:
     """Build torch's Adam or AdamW, or ours for parameters or state in bfloat16."""
     state_dtype = _state_dtype(config)
     dtypes = {state_dtype}
@@ -92,19 +101,25 @@ def adam(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -
 class LocalAdam(torch.optim.Adam):
     """torch's Adam on local shards: a learning rate on the device would make DTensor gather them."""
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # torch 2.13 to 2.15
+    def _init_group(
+        self, group: dict[str, Any], *lists: list[Tensor]
+    ) -> bool:  # torch 2.13 to 2.15
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
             tensors[:] = map(local, tensors)
         return has_complex
 
 
-def lion(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+def lion(
+    config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None
+) -> torch.optim.Optimizer:
     """Build Lion."""
     return Lion(groups, config.lr, _state_dtype(config))
 
 
-def muon(config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+def muon(
+    config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | None
+) -> torch.optim.Optimizer:
     """Build Muon."""
     return Muon(
         groups,
@@ -118,10 +133,16 @@ def muon(config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | Non
 
 
 def _state_dtype(config: OptimizerConfig) -> torch.dtype:
-    return torch.uint8 if config.state_dtype == EIGHT_BIT else getattr(torch, config.state_dtype or "float32")
+    return (
+        torch.uint8
+        if config.state_dtype == EIGHT_BIT
+        else getattr(torch, config.state_dtype or "float32")
+    )
 
 
-def build_schedule(config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+def build_schedule(
+    config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps: int
+) -> LambdaLR:
     """The schedule as torch's LambdaLR, stepped once after every optimizer step."""
     return LambdaLR(optimizer, lr_factor(config, steps))
 
@@ -142,7 +163,9 @@ def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
         into_decay = step - (steps - decay)
         if decay == 0 or into_decay <= 0:
             return 1.0
-        return config.min_lr_factor + (1 - config.min_lr_factor) * shape(min(1.0, into_decay / decay))
+        return config.min_lr_factor + (1 - config.min_lr_factor) * shape(
+            min(1.0, into_decay / decay)
+        )
 
     return factor
 
@@ -150,7 +173,13 @@ def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
 EMA = "ema"
 # An average moves by a step of SGD with the gradient (average - weight). Of functions for many tensors, the
 # device can drop only fused optimizers.
-_SGD: dict[str, Any] = {"weight_decay": 1, "momentum": 0, "dampening": 0, "nesterov": False, "maximize": True}
+_SGD: dict[str, Any] = {
+    "weight_decay": 1,
+    "momentum": 0,
+    "dampening": 0,
+    "nesterov": False,
+    "maximize": True,
+}
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -180,9 +209,19 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
         dropped = getattr(parts_of(optimizer)[0], "found_inf", None)
         calls = [(averages, weights)]
         if any(weight.dtype != torch.float32 for weight in weights):
-            calls = [([average], [weight]) for average, weight in zip(averages, weights, strict=True)]
+            calls = [
+                ([average], [weight]) for average, weight in zip(averages, weights, strict=True)
+            ]
         for some, towards in calls:
             values = [weight.float() for weight in towards]  # only one copy in float32 at a time
-            sgd(some, values, [None] * len(some), fused=True, found_inf=dropped, lr=1 - decay, **_SGD)
+            sgd(
+                some,
+                values,
+                [None] * len(some),
+                fused=True,
+                found_inf=dropped,
+                lr=1 - decay,
+                **_SGD,
+            )
 
     optimizer.register_step_post_hook(update)

@@ -122,7 +122,11 @@ def _factors(group: dict[str, Any], applied: Tensor | None) -> tuple[Any, ...]:
 
 
 def _adamw(
-    target: Tensor, gradient: Tensor, stored: list[_Stored], factors: tuple[Any, ...], correction: Any
+    target: Tensor,
+    gradient: Tensor,
+    stored: list[_Stored],
+    factors: tuple[Any, ...],
+    correction: Any,
 ) -> None:
     decay, penalty, mean_weight, square_decay, square_weight, eps, skipped = factors
     divisor, rate = correction
@@ -152,7 +156,9 @@ def _scales(parameter: Tensor) -> Tensor:
     shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // BLOCK))
     stride = torch.empty(shape, device="meta").stride()
     where = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(zeros, *where, run_check=False, shape=shape, stride=stride).to(parameter.device)
+    return DTensor.from_local(zeros, *where, run_check=False, shape=shape, stride=stride).to(
+        parameter.device
+    )
 
 
 @lru_cache

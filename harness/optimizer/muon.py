@@ -110,7 +110,9 @@ class Muon(OwnOptimizer):
         holders = _Holders(group)
         self.tensors: list[_Held] = []
         for index, settings in enumerate(self.param_groups):
-            self.tensors += [_Held(parameter, index, scale, holders) for parameter in settings["params"]]
+            self.tensors += [
+                _Held(parameter, index, scale, holders) for parameter in settings["params"]
+            ]
         self.rounds: list[_Round] = []
         self.local_rounds: list[list[MatrixGroup]] = []
         for units in assign([held.matrices for held in self.tensors]):
@@ -161,7 +163,9 @@ class Muon(OwnOptimizer):
             done |= dict(zip(units, x_BOI.split([unit.count for unit in units]), strict=True))
         return done
 
-    def nesterov(self, units: list[MatrixGroup], applied: Tensor | None) -> dict[MatrixGroup, Tensor]:
+    def nesterov(
+        self, units: list[MatrixGroup], applied: Tensor | None
+    ) -> dict[MatrixGroup, Tensor]:
         """Update the momentum of units' local shards; return the shards' updates, which use up gradients."""
         held = [(self.tensors[unit.tensor], slice(unit.first, unit.stop)) for unit in units]
         stored = [each.stacked(self.state[each.parameter][MOMENTUM])[at] for each, at in held]
@@ -217,7 +221,11 @@ class _Held:
     """A parameter: its local shard as a stack of matrices' pieces, and the holders of the other pieces."""
 
     def __init__(
-        self, parameter: Tensor, group_index: int, scale: Callable[[int, int], float], holders: _Holders
+        self,
+        parameter: Tensor,
+        group_index: int,
+        scale: Callable[[int, int], float],
+        holders: _Holders,
     ) -> None:
         self.parameter = parameter
         self.group_index = group_index
@@ -227,7 +235,10 @@ class _Held:
         self.matrices = Matrices(len(matrices), outputs, inputs, len(self.holders))
         shard = local(parameter)
         self.device = shard.device
-        if isinstance(parameter, DTensor) and shard.device.type != parameter.device_mesh.device_type:
+        if (
+            isinstance(parameter, DTensor)
+            and shard.device.type != parameter.device_mesh.device_type
+        ):
             # Offloaded to the host; exchanged and orthogonalized where the model computes.
             self.device = torch.empty((), device=parameter.device_mesh.device_type).device
 
@@ -261,7 +272,9 @@ class _Holders:
         self, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
     ) -> tuple[range, list[_Holder]]:
         own = mesh.get_coordinate()
-        assert own is not None and self.group is not None, "this rank is outside the parameter's mesh"
+        assert own is not None and self.group is not None, (
+            "this rank is outside the parameter's mesh"
+        )
         stacked = len(shape) == 3
         matrices = shard_ranges(shape, mesh, placements, own)[0] if stacked else range(1)
         replicated = [axis for axis, each in enumerate(placements) if isinstance(each, Replicate)]
@@ -271,7 +284,9 @@ class _Holders:
             ranges = shard_ranges(shape, mesh, placements, coordinate)
             if not stacked or ranges[0] == matrices:
                 replica = tuple(coordinate[axis] for axis in replicated)
-                holders.append(_Holder(dist.get_group_rank(self.group, rank), replica, *ranges[-2:]))
+                holders.append(
+                    _Holder(dist.get_group_rank(self.group, rank), replica, *ranges[-2:])
+                )
         return matrices, sorted(holders, key=lambda holder: holder.rank)
 
 
@@ -390,7 +405,9 @@ class _Round:
         found = [values(piece) for piece in pieces]
         parts = sent.split([piece.size for piece in pieces])
         if pieces:
-            torch._foreach_copy_([part.view(x.shape) for part, x in zip(parts, found, strict=True)], found)
+            torch._foreach_copy_(
+                [part.view(x.shape) for part, x in zip(parts, found, strict=True)], found
+            )
         work = dist.all_to_all_single(
             received, sent, sizes[1], sizes[0], group=self.muon.group, async_op=True
         )
@@ -399,7 +416,9 @@ class _Round:
     def _split(self, received: Tensor, routes: _Routes) -> Iterator[tuple[_Piece, Tensor]]:
         """Yield the pieces that have arrived, as [matrices, rows, columns]."""
         pieces = [piece for rank in sorted(routes.received) for piece in routes.received[rank]]
-        for piece, part in zip(pieces, received.split([piece.size for piece in pieces]), strict=True):
+        for piece, part in zip(
+            pieces, received.split([piece.size for piece in pieces]), strict=True
+        ):
             shape = piece.unit.count, len(piece.holder.rows), len(piece.holder.columns)
             yield piece, part.view(shape)
 

@@ -121,7 +121,9 @@ def in_blocks(shape: Sequence[int]) -> bool:
     return len(shape) > 1 and shape[-1] % BLOCK == 0
 
 
-def check_blocks(config: OptimizerConfig, tensors: Iterable[TensorSpec], layout: ParallelismConfig) -> None:
+def check_blocks(
+    config: OptimizerConfig, tensors: Iterable[TensorSpec], layout: ParallelismConfig
+) -> None:
     """Check that tensor parallelism cuts no block of 8-bit state."""
     for tensor in tensors if config.state_dtype == EIGHT_BIT else ():
         splits = layout.splits_experts if tensor.is_expert else layout.tp > 1
@@ -139,11 +141,15 @@ def check_mup(config: OptimizerConfig, base_dim: int, tensors: Iterable[TensorSp
     for kind in kinds_of(config, trained):
         if KINDS[kind].mup is None:
             rule = f"no rule of muP is known for optimizer.kind={kind}"
-            raise ConfigError("model.mup.base_dim", base_dim, rule, "null, or optimizer=adamw, muon, lion")
+            raise ConfigError(
+                "model.mup.base_dim", base_dim, rule, "null, or optimizer=adamw, muon, lion"
+            )
     settings = [tensor_settings(config, tensor) for tensor in trained]
     if any(each.kind == "adam" and each.weight_decay for each in settings):
         rule = "Adam's weight decay is a part of the gradient, for which muP has no rule"
-        raise ConfigError("optimizer.weight_decay", config.weight_decay, rule, "0, or optimizer=adamw")
+        raise ConfigError(
+            "optimizer.weight_decay", config.weight_decay, rule, "0, or optimizer=adamw"
+        )
 
 
 def kinds_of(config: OptimizerConfig, tensors: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
@@ -157,7 +163,11 @@ def kinds_of(config: OptimizerConfig, tensors: Iterable[TensorSpec]) -> dict[str
 
 def exchanges(config: OptimizerConfig, tensors: Iterable[TensorSpec]) -> str | None:
     """Return the kind of optimizer that exchanges pieces between ranks, if any does."""
-    named = {config.kind, KINDS[config.kind].others, *(group.get("kind") for group in config.groups)}
+    named = {
+        config.kind,
+        KINDS[config.kind].others,
+        *(group.get("kind") for group in config.groups),
+    }
     if not any(KINDS[kind].exchanges for kind in named if kind):
         return None
     return next((kind for kind in kinds_of(config, tensors) if KINDS[kind].exchanges), None)
@@ -186,8 +196,12 @@ def check_groups(config: OptimizerConfig, tensors: Mapping[str, TensorSpec]) -> 
             raise ConfigError(f"{at}.betas", group.betas, rule, "optimizer.momentum, or no betas")
         vectors = [tensor.name for tensor in matched if tensor.is_vector]
         if group.kind and KINDS[group.kind].others and vectors:
-            rule = f"{group.kind} updates matrices, and {group.match} matches the vector {vectors[0]}"
-            raise ConfigError(f"{at}.kind", group.kind, rule, "a pattern for matrices, such as 'w[1-3]'")
+            rule = (
+                f"{group.kind} updates matrices, and {group.match} matches the vector {vectors[0]}"
+            )
+            raise ConfigError(
+                f"{at}.kind", group.kind, rule, "a pattern for matrices, such as 'w[1-3]'"
+            )
         if config.state_dtype == "bfloat16" and max(group.betas or [0.0]) > LARGEST_BFLOAT16_BETA:
             works = f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
             raise ConfigError(f"{at}.betas", group.betas, BETA_RULE, works)

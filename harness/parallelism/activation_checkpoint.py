@@ -91,7 +91,9 @@ def apply_activation_checkpoint(
         parts = ["forward"]
         if config.mode == "selective_op":
             parts = ["attend", "feed"] if in_pieces and block.moe is not None else parts
-            options["context_fn"] = partial(_selective_contexts, SAVED, config.save_every_nth_matmul)
+            options["context_fn"] = partial(
+                _selective_contexts, SAVED, config.save_every_nth_matmul
+            )
         elif block.moe is not None:
             options["context_fn"] = partial(_selective_contexts, ALWAYS_SAVED, 0)
         for name in parts:
@@ -109,13 +111,17 @@ def wraps_compiled_blocks(
     return compiler.blocks and layout.tp > 1 and config.mode in ("full", "selective_layer")
 
 
-def _checkpointed(forward: Callable[..., Any], splits_backward: bool, options: dict[str, Any]) -> Any:
+def _checkpointed(
+    forward: Callable[..., Any], splits_backward: bool, options: dict[str, Any]
+) -> Any:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # The compiler knows torch's function, and recomputes inside of a graph.
         if splits_backward and not torch.compiler.is_compiling():
             contexts = options.get("context_fn", _no_contexts)()
             return _recomputed_once(partial(forward, *args, **kwargs), *contexts)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
+        )
 
     return checkpointed
 

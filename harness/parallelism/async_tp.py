@@ -21,7 +21,10 @@ _FUSED = {
         "_fused_all_gather_matmul_native",
         "_multimem_all_gather_matmul",
     ),
-    "reduce-scatters": ("_fused_matmul_reduce_scatter_impl", "_fused_scaled_matmul_reduce_scatter_impl"),
+    "reduce-scatters": (
+        "_fused_matmul_reduce_scatter_impl",
+        "_fused_scaled_matmul_reduce_scatter_impl",
+    ),
 }
 fused: Counter[str] = Counter()
 """How often this process has run what the compiler has fused, by kind."""
@@ -39,9 +42,14 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
         raise ConfigError("parallelism.async_tp", True, "this rank computes on a CPU", works)
     own = device.index
     others = [i for i in range(torch.cuda.device_count()) if i != own]
-    if len(others) + 1 < mesh.size() or not all(torch.cuda.can_device_access_peer(own, i) for i in others):
+    if len(others) + 1 < mesh.size() or not all(
+        torch.cuda.can_device_access_peer(own, i) for i in others
+    ):
         raise ConfigError(
-            "parallelism.async_tp", True, "the GPUs here have no access to each other's memory", works
+            "parallelism.async_tp",
+            True,
+            "the GPUs here have no access to each other's memory",
+            works,
         )
     symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
     for kind, names in _FUSED.items():
@@ -64,7 +72,9 @@ def describe_fused(counts: Mapping[str, int]) -> str:
     """Describe what asynchronous tensor parallel has fused in the first step; warn if a kind is missing."""
     missing = " and ".join(kind for kind in _FUSED if not counts.get(kind))
     if missing:
-        return f"WARNING parallelism.async_tp=true: the compiler has fused no {missing} with products"
+        return (
+            f"WARNING parallelism.async_tp=true: the compiler has fused no {missing} with products"
+        )
     found = " and ".join(f"{counts[kind]} {kind}" for kind in _FUSED)
     return f"fused {found} with products, in the first step"
 
@@ -74,7 +84,10 @@ def avoid_copies(async_tp: bool) -> None:
 
     torch 2.13 does so for gathers alone. Its pass for async_tp finds only gathers and scatters with copies.
     """
-    for name, function in (("_maybe_view_chunk_cat", _join_chunks), ("_chunk_or_narrow_cat", _stack_chunks)):
+    for name, function in (
+        ("_maybe_view_chunk_cat", _join_chunks),
+        ("_chunk_or_narrow_cat", _stack_chunks),
+    ):
         copies = async_tp == (function is _join_chunks)
         setattr(_functional_collectives, name, function if copies else getattr(torch._utils, name))
 

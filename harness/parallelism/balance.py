@@ -20,11 +20,25 @@ from harness.util.annotation import annotated
 
 LOADS = (
     Metric("moe.load_max", "ratio", "Largest load of an expert over its layer's mean.", "mixtures"),
-    Metric("moe.load_min", "ratio", "Smallest load of an expert over its layer's mean.", "mixtures"),
-    Metric("moe.load_max.*", "ratio", "The same for one layer; the name ends in its number.", "mixtures"),
-    Metric("moe.load_min.*", "ratio", "The same for one layer; the name ends in its number.", "mixtures"),
+    Metric(
+        "moe.load_min", "ratio", "Smallest load of an expert over its layer's mean.", "mixtures"
+    ),
+    Metric(
+        "moe.load_max.*",
+        "ratio",
+        "The same for one layer; the name ends in its number.",
+        "mixtures",
+    ),
+    Metric(
+        "moe.load_min.*",
+        "ratio",
+        "The same for one layer; the name ends in its number.",
+        "mixtures",
+    ),
     Metric("moe.unused", "count", "Experts without a token, over all layers.", "mixtures"),
-    Metric("moe.dropped", "count", "Choices of an expert that were not computed: always 0.", "mixtures"),
+    Metric(
+        "moe.dropped", "count", "Choices of an expert that were not computed: always 0.", "mixtures"
+    ),
 )
 
 # M: layers with experts, E: experts

@@ -46,7 +46,9 @@ def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
         shards = 1
         if isinstance(gradient, DTensor):
             split = [
-                i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)
+                i
+                for i, placement in enumerate(gradient.placements)
+                if not isinstance(placement, Replicate)
             ]
             shards = prod(gradient.device_mesh.size(i) for i in split)
             gradient = gradient.to_local()
@@ -81,7 +83,9 @@ def squares_of(tensors: list[Tensor]) -> Tensor:
     for index, tensor in enumerate(tensors):
         flat = tensor.reshape(-1)
         whole = flat.numel() - flat.numel() % _PIECE
-        pieces.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1, dtype=torch.float32))
+        pieces.append(
+            torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1, dtype=torch.float32)
+        )
         pieces.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).unsqueeze(0))
         owners += [index] * (whole // _PIECE + 1)
     squares = torch.zeros(len(tensors), dtype=torch.float64)
@@ -100,7 +104,9 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor | float, max_norm:
     The norm may be a tensor on the device: the host does not wait for it.
     """
     local = [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        for p in parameters
+        if p.grad is not None
     ]
     if not max_norm or not local:
         return

@@ -37,8 +37,12 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     options = torch._dynamo.config
     config = job.compile
     layout = job.parallelism
-    options.recompile_limit = max(options.recompile_limit, GRAPHS_PER_LENGTH * len(job.sizes.lengths))
-    options.accumulated_recompile_limit = max(options.accumulated_recompile_limit, options.recompile_limit)
+    options.recompile_limit = max(
+        options.recompile_limit, GRAPHS_PER_LENGTH * len(job.sizes.lengths)
+    )
+    options.accumulated_recompile_limit = max(
+        options.accumulated_recompile_limit, options.recompile_limit
+    )
     # Beyond the limit torch runs eagerly: FlexAttention then materializes all scores. Who suppresses errors
     # wants that.
     options.fail_on_recompile_limit_hit = not options.suppress_errors
@@ -76,7 +80,9 @@ def apply_compile(
         entry.register_forward_hook(_wait)
     # By default torch compiles the second length for all lengths, which is slower.
     dynamic = None if lengths == 1 else False
-    compiled = partial(torch.compile, backend=config.backend, fullgraph=config.fullgraph, dynamic=dynamic)
+    compiled = partial(
+        torch.compile, backend=config.backend, fullgraph=config.fullgraph, dynamic=dynamic
+    )
     for block in part.blocks.values():
         if block.moe is None or not layout.has_expert_mesh:
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
@@ -91,10 +97,14 @@ def apply_compile(
         for owner, name in pieces:
             setattr(owner, name, compiled(getattr(owner, name)))
         # Numbers of rows differ in every step.
-        moe.experts.gate = _of_several_rows(moe.experts.gate, compiled(moe.experts.gate, dynamic=True))
+        moe.experts.gate = _of_several_rows(
+            moe.experts.gate, compiled(moe.experts.gate, dynamic=True)
+        )
 
 
-def _of_several_rows(gate: Callable[..., Tensor], compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _of_several_rows(
+    gate: Callable[..., Tensor], compiled: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     """The compiled gate, for two rows or more: torch compiles again for 0 and for 1, on one rank of many."""
 
     def chosen(rows: Tensor, other: Tensor) -> Tensor:

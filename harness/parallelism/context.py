@@ -78,22 +78,33 @@ def local_positions_of(batch: Batch, positions_S: Tensor | None) -> Batch:
 class RingAttention(Kernel):
     """Ring attention: keys and values rotate over the ranks; each rank keeps its queries."""
 
-    def __init__(self, reach: AttentionSpec, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
+    def __init__(
+        self, reach: AttentionSpec, group: dist.ProcessGroup, balanced: bool, rotation: str
+    ) -> None:
         super().__init__(reach)
         self.options = group.group_name, balanced, rotation
         self.attend = ring_attention
 
-    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> None:
+    def mask(
+        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+    ) -> None:
         causal = documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks
         assert causal, "the ring supports the causal mask only: other jobs are refused"
 
     def forward(
-        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: None, sinks_H: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        mask: None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         width = q_BTHD.shape[-1]
         value_width = v_BTKE.shape[-1]
         # The ring's kernels scale scores by width**-0.5 and need values as wide as keys.
-        q_BTHD = q_BTHD if self.spec.scale == width**-0.5 else q_BTHD * (self.spec.scale * width**0.5)
+        q_BTHD = (
+            q_BTHD if self.spec.scale == width**-0.5 else q_BTHD * (self.spec.scale * width**0.5)
+        )
         v_BTKE = F.pad(v_BTKE, (0, width - value_width))
         q_BHTD, k_BKTD, v_BKTE = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
         out_BHTE, _ = self.attend(q_BHTD, k_BKTD, v_BKTE, *self.options)
@@ -112,11 +123,18 @@ class UlyssesAttention(Kernel):
         self.group = group
         self.ranks = group.size()
 
-    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
+    def mask(
+        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+    ) -> Any | None:
         return self.inner.mask(documents_BT, batch, length, device)
 
     def forward(
-        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any | None, sinks_H: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        mask: Any | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         # Queries, keys and values are concatenated by rank, so that one exchange suffices.
         by_rank = [t.unflatten(2, (self.ranks, -1)) for t in (q_BTHD, k_BTKD, v_BTKE)]
@@ -240,7 +258,11 @@ def _(
     balanced: bool,
     rotation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q_BHTD.new_empty(q_BHTD.shape), k_BKTD.new_empty(k_BKTD.shape), v_BKTD.new_empty(v_BKTD.shape)
+    return (
+        q_BHTD.new_empty(q_BHTD.shape),
+        k_BKTD.new_empty(k_BKTD.shape),
+        v_BKTD.new_empty(v_BKTD.shape),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -308,7 +330,22 @@ def _flash_backward(
     # The None arguments are sequence boundaries (varlen only); random states are read for dropout only.
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     return aten._scaled_dot_product_flash_attention_backward(
-        *(grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused)
+        *(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            is_causal,
+            unused,
+            unused,
+        )
     )
 
 
@@ -333,6 +370,19 @@ def _efficient_backward(
     lse = F.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf"))
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        *(grad_out, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False], is_causal)
+        *(
+            grad_out,
+            q,
+            k,
+            v,
+            None,
+            out,
+            lse,
+            unused,
+            unused,
+            0.0,
+            [True, True, True, False],
+            is_causal,
+        )
     )
     return grad_q, *(grad.unflatten(1, (-1, shared)).sum(2) for grad in (grad_k, grad_v))

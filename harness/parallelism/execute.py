@@ -66,10 +66,14 @@ def build_executor(
     return DirectExecutor(job, parts[0], loss, positions)
 
 
-def set_length(parts: Sequence[ModelPart], layout: ParallelismConfig, mesh: Mesh, length: int) -> None:
+def set_length(
+    parts: Sequence[ModelPart], layout: ParallelismConfig, mesh: Mesh, length: int
+) -> None:
     """Make model parts compute sequences of ``length`` tokens; an executor for that length runs them."""
     for part in parts:
-        part.set_length(length, local_positions(layout, length, mesh.rank("cp")) if layout.cp > 1 else None)
+        part.set_length(
+            length, local_positions(layout, length, mesh.rank("cp")) if layout.cp > 1 else None
+        )
         for moe in part.mixtures.values():
             if moe.router.positions_T is not None:
                 positions_T = routed_positions(layout, length, mesh)
@@ -94,7 +98,9 @@ def shift_by_one(batch: Batch) -> Batch:
 class DirectExecutor:
     """Executor without a pipeline: every rank (or tensor-parallel group) runs the full model."""
 
-    def __init__(self, job: Job, part: ModelPart, loss: TokenLoss, positions: Tensor | None) -> None:
+    def __init__(
+        self, job: Job, part: ModelPart, loss: TokenLoss, positions: Tensor | None
+    ) -> None:
         self.layout = job.parallelism
         self.part = part
         self.loss = loss
@@ -172,7 +178,11 @@ class PipelineExecutor:
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         losses = self._run(self.schedule.step, batch)
-        return torch.stack(losses).sum(0, keepdim=True) if losses else torch.zeros(1, device=self.device)
+        return (
+            torch.stack(losses).sum(0, keepdim=True)
+            if losses
+            else torch.zeros(1, device=self.device)
+        )
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
@@ -185,7 +195,11 @@ class PipelineExecutor:
         with self.loss.scoring(), forward_only(self.schedule):
             scores = self._run(self.schedule.eval, batch)
         rows = len(batch.inputs_BT)
-        return torch.cat(scores) if scores else torch.zeros(rows, 2, device=self.device, dtype=torch.float64)
+        return (
+            torch.cat(scores)
+            if scores
+            else torch.zeros(rows, 2, device=self.device, dtype=torch.float64)
+        )
 
     def _run(self, run, batch: Batch) -> list[Tensor]:  # type: ignore[no-untyped-def]
         batch = local_positions_of(batch, self.positions)

@@ -39,7 +39,9 @@ from harness.parallelism.tensor_styles import SEQUENCE_DIM, into_stream, place
 EXPERTS_DIM = 0
 
 
-def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig, *, plain: bool) -> None:
+def apply_expert_parallel(
+    part: ModelPart, mesh: Mesh, layout: ParallelismConfig, *, plain: bool
+) -> None:
     """Split the experts of a model part, in place, and set up its routers' counts; ``plain`` as there."""
     if not part.mixtures:
         return
@@ -50,7 +52,9 @@ def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig
             _replicate_router(moe, mesh.axis("tp"))
         if layout.ep > 1 or layout.splits_experts:
             prefix = f"{block_prefix(part.config, layer)}moe.experts."
-            dims = {name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()}
+            dims = {
+                name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()
+            }
             _split_experts(moe.experts, dims, mesh, layout)
         if layout.splits_experts:
             into = None if plain else stream
@@ -88,8 +92,14 @@ def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
 def _split_experts(
     experts: Experts, dims: Mapping[str, int | None], mesh: Mesh, layout: ParallelismConfig
 ) -> None:
-    axes = ((EXPERT,) if layout.ep > 1 else ()) + ((EXPERT_TENSOR,) if layout.splits_experts else ())
-    on = mesh.axis("tp") if mesh.experts is None else mesh.experts[axes if len(axes) > 1 else axes[0]]
+    axes = ((EXPERT,) if layout.ep > 1 else ()) + (
+        (EXPERT_TENSOR,) if layout.splits_experts else ()
+    )
+    on = (
+        mesh.axis("tp")
+        if mesh.experts is None
+        else mesh.experts[axes if len(axes) > 1 else axes[0]]
+    )
     for name, parameter in list(experts.named_parameters()):
         split: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
         if layout.splits_experts:

@@ -47,7 +47,9 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
         reduce_dtype=getattr(torch, precision.reduce_dtype),
         cast_forward_inputs=False,
     )
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if layout.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=device.type != "cpu") if layout.cpu_offload else OffloadPolicy()
+    )
 
     expert_parameters = (p for moe in part.mixtures.values() for p in moe.experts.parameters())
     dim = layout.expert_shard_dim(part.config.moe.num_experts)
@@ -84,7 +86,9 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
             if job.fsdp_ranks == 1:
                 module.set_custom_reduce_scatter(in_place)
             if on.size(-1) > 1 and layout.fsdp_buffers == "registered":
-                if not on.get_group(-1)._get_backend(device).supports_tensor_alloc(device):  # torch 2.13
+                if (
+                    not on.get_group(-1)._get_backend(device).supports_tensor_alloc(device)
+                ):  # torch 2.13
                     rule = "torch registers memory only where GPUs have multicast (NVSwitch, since Hopper)"
                     raise ConfigError("parallelism.fsdp_buffers", "registered", rule, "default")
                 module.set_allocate_memory_from_process_group_for_comm(True)
@@ -93,13 +97,17 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
     ahead = layout.fsdp_prefetch
     made = (*part.entries, *part.blocks.values(), part.output)
     order: list[Any] = [module for module in made if isinstance(module, FSDPModule)]
-    inside = [[each for each in module.modules() if isinstance(each, FSDPModule)] for module in order]
+    inside = [
+        [each for each in module.modules() if isinstance(each, FSDPModule)] for module in order
+    ]
     for i, module in enumerate(order):
         # Experts make the host wait, so what comes after them is gathered before. Backward has no waits.
         if layout.ep > 1 or ahead > 1:
             module.set_modules_to_forward_prefetch([*chain(*inside[i + 1 : i + 1 + ahead])])
         if ahead > 1:
-            module.set_modules_to_backward_prefetch([*chain(*reversed(inside[max(0, i - ahead) : i]))])
+            module.set_modules_to_backward_prefetch(
+                [*chain(*reversed(inside[max(0, i - ahead) : i]))]
+            )
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
@@ -109,7 +117,9 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 def _cast_by_copy(module: FSDPModule, dtype: torch.dtype) -> None:
     """Give a group on one rank gathered tensors of a dtype: torch copies its shards to them, which casts."""
-    for each in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
+    for each in (
+        parameter for group in parameter_groups(module) for parameter in group.fsdp_params
+    ):
         each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, each.device)
         each.free_unsharded_param()
 

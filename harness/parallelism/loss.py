@@ -40,7 +40,9 @@ class TokenLoss:
     every framework's own averaging is disabled.
     """
 
-    def __init__(self, vocab_size: int, mesh: DeviceMesh | None, compiled: str | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, mesh: DeviceMesh | None, compiled: str | None = None
+    ) -> None:
         """
         Args:
             mesh: the tp axis when logits are split by vocabulary, else None.
@@ -96,7 +98,12 @@ class TokenLoss:
             # Shape and stride are given because the last shard may be smaller than the others.
             shape = torch.Size((logits_NV.shape[0], self.vocab_size))
             logits_NV = DTensor.from_local(
-                logits_NV, self.mesh, (Shard(1),), run_check=False, shape=shape, stride=(self.vocab_size, 1)
+                logits_NV,
+                self.mesh,
+                (Shard(1),),
+                run_check=False,
+                shape=shape,
+                stride=(self.vocab_size, 1),
             )
         if self.row_losses is not None:
             losses_N = _to_local(self.losses(logits_NV, labels_BT.flatten())) / self.denominator
@@ -174,13 +181,17 @@ class ChunkedLoss:
         compiled: the compiler's backend, or None.
     """
 
-    def __init__(self, loss: TokenLoss, chunks: int, mesh: DeviceMesh | None, compiled: str | None) -> None:
+    def __init__(
+        self, loss: TokenLoss, chunks: int, mesh: DeviceMesh | None, compiled: str | None
+    ) -> None:
         self.loss = loss
         self.chunks = chunks
         self.mesh = mesh
         # A split vocabulary needs collectives inside, which a compiled function could not call.
         self.cross_entropy = (
-            torch.compile(_cross_entropy, backend=compiled) if compiled and mesh is None else _cross_entropy
+            torch.compile(_cross_entropy, backend=compiled)
+            if compiled and mesh is None
+            else _cross_entropy
         )
 
     def __call__(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
@@ -208,7 +219,13 @@ class ChunkedLoss:
             weight_VC,
             labels_BT.flatten() - first_row,
             scale,
-            _Options(self.chunks, group, self.cross_entropy, losses, with_gradients=torch.is_grad_enabled()),
+            _Options(
+                self.chunks,
+                group,
+                self.cross_entropy,
+                losses,
+                with_gradients=torch.is_grad_enabled(),
+            ),
         )
         if self.loss.row_losses is not None:
             self.loss.record(torch.cat(losses), labels_BT)
@@ -216,7 +233,9 @@ class ChunkedLoss:
 
     def _score(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
         pieces = zip(
-            x_BTC.flatten(0, 1).chunk(self.chunks), labels_BT.flatten().chunk(self.chunks), strict=True
+            x_BTC.flatten(0, 1).chunk(self.chunks),
+            labels_BT.flatten().chunk(self.chunks),
+            strict=True,
         )
         scores = [
             token_scores(x_NC @ weight_VC.T, labels_N, self.mesh, self.loss.vocab_size)
@@ -250,17 +269,26 @@ class _Options:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, scale: Tensor, options: _Options
+        ctx: Any,
+        x_NC: Tensor,
+        weight_VC: Tensor,
+        labels_N: Tensor,
+        scale: Tensor,
+        options: _Options,
     ) -> Tensor:
         """Labels are relative to this rank's first row; those out of range are other ranks' or ignored."""
         total = torch.zeros((), device=x_NC.device)
         grad_x_NC = torch.empty_like(x_NC) if options.with_gradients else None
-        grad_weight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if options.with_gradients else None
+        grad_weight_VC = (
+            torch.zeros_like(weight_VC, dtype=torch.float32) if options.with_gradients else None
+        )
         rows = max(1, -(-len(x_NC) // options.chunks))
         for start in range(0, len(x_NC), rows):
             piece = slice(start, start + rows)
             logits_NV = x_NC[piece] @ weight_VC.T
-            loss_N, grad_NV = options.cross_entropy(logits_NV, labels_N[piece], scale, options.group)
+            loss_N, grad_NV = options.cross_entropy(
+                logits_NV, labels_N[piece], scale, options.group
+            )
             del logits_NV
             total += loss_N.sum()
             options.losses.append(loss_N)
@@ -282,8 +310,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # without a copy of the gradient in it.
         dtypes = ctx.saved_tensors[0].dtype, ctx.weight_dtype
         scaled = (
-            torch.mul(each, grad.view(1, 1), out=torch.empty_like(each, dtype=dtype)) if needed else None
-            for each, dtype, needed in zip(ctx.saved_tensors, dtypes, ctx.needs_input_grad, strict=False)
+            torch.mul(each, grad.view(1, 1), out=torch.empty_like(each, dtype=dtype))
+            if needed
+            else None
+            for each, dtype, needed in zip(
+                ctx.saved_tensors, dtypes, ctx.needs_input_grad, strict=False
+            )
         )
         return *scaled, None, None, None
 

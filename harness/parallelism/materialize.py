@@ -15,7 +15,9 @@ from harness.model.part import ModelPart
 from harness.model.spec import Init, tensors
 
 
-def materialize(part: ModelPart, seed: int, device: torch.device, parameter_device: torch.device) -> None:
+def materialize(
+    part: ModelPart, seed: int, device: torch.device, parameter_device: torch.device
+) -> None:
     """Allocate and initialize a parallelized model part.
 
     Args:
@@ -58,7 +60,10 @@ def local_ranges(parameter: Tensor) -> list[range]:
 
 
 def shard_ranges(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
 ) -> list[range]:
     """The indices of the shard at a coordinate of the mesh, in every dimension of the full tensor.
 
@@ -95,7 +100,9 @@ def draw(name: str, shape: tuple[int, ...], init: Init, seed: int, device: torch
     if not init.std:
         return full.fill_(init.mean)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator(device=device).manual_seed(
+        int.from_bytes(digest[:8], "little") >> 1
+    )
     if math.isinf(init.cut):
         return nn.init.normal_(full, std=init.std, generator=generator)
     return nn.init.trunc_normal_(full, std=init.std, a=-init.cut, b=init.cut, generator=generator)

@@ -71,7 +71,9 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
-def build_mesh(layout: ParallelismConfig, device: torch.device, *, has_experts: bool = False) -> Mesh:
+def build_mesh(
+    layout: ParallelismConfig, device: torch.device, *, has_experts: bool = False
+) -> Mesh:
     """Make the process groups of a layout; all ranks must call it.
 
     Args:
@@ -104,7 +106,9 @@ def _expert_mesh(layout: ParallelismConfig, device: torch.device) -> DeviceMesh:
         EXPERT: layout.ep,
         EXPERT_TENSOR: layout.tp if layout.expert_tensor_parallel else 1,
     }
-    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in (EXPERT_SHARD, EXPERT)}
+    sizes = {
+        axis: size for axis, size in sizes.items() if size > 1 or axis in (EXPERT_SHARD, EXPERT)
+    }
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -12,7 +12,10 @@ from harness.config.training import ATTENTION
 from harness.model.architecture import architecture_of
 from harness.model.kernels import use_flash
 from harness.model.part import ModelPart
-from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, wraps_compiled_blocks
+from harness.parallelism.activation_checkpoint import (
+    apply_activation_checkpoint,
+    wraps_compiled_blocks,
+)
 from harness.parallelism.async_tp import enable_async
 from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.context import apply_context_parallel
@@ -39,7 +42,9 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelP
     return parts
 
 
-def build_on_meta(job: Job, mesh: Mesh, device: torch.device, *, plain: bool = False) -> list[ModelPart]:
+def build_on_meta(
+    job: Job, mesh: Mesh, device: torch.device, *, plain: bool = False
+) -> list[ModelPart]:
     """Build and split the parts on the meta device: shapes and placements, no values.
 
     With ``plain`` they are for passes without gradients, of plain tensors under tensor parallel.
@@ -53,7 +58,9 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device, *, plain: bool = F
         use_flash(job.training.flash, device)
     architecture = architecture_of(job.model)
     modules = split_modules(layout, job.model.n_layers)
-    converted = () if job.precision.linear == "none" else sort_linears(job.model, job.precision).converted
+    converted = (
+        () if job.precision.linear == "none" else sort_linears(job.model, job.precision).converted
+    )
     parts = []
     for stage in stages_of_rank(layout, job.model.n_layers, mesh.rank("pp")):
         # Pipeline first: modules of other ranks are never built.

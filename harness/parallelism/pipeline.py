@@ -78,7 +78,9 @@ class Stage(PipelineStage):
         parameters = [(name, p) for name, p in self.submod.named_parameters() if p.requires_grad]
         if len(found) < len(parameters):
             raise LostGradientError(
-                name for name, parameter in parameters if _get_grad_fn_or_grad_acc(parameter) not in found
+                name
+                for name, parameter in parameters
+                if _get_grad_fn_or_grad_acc(parameter) not in found
             )
 
 
@@ -109,7 +111,9 @@ def build_schedule(
             output_args=boundary(job, mesh, part, index, entering=False),
             group=mesh.group("pp"),
         )
-        for index, part in zip(stages_of_rank(layout, n_layers, mesh.rank("pp")), parts, strict=True)
+        for index, part in zip(
+            stages_of_rank(layout, n_layers, mesh.rank("pp")), parts, strict=True
+        )
     ]
     # The loss is a sum over the global number of tokens: microbatches must add up, not average.
     common: dict[str, Any] = {
@@ -119,7 +123,10 @@ def build_schedule(
     }
     if layout.pp_schedule_csv is not None:
         schedule = _PipelineScheduleRuntime(stages, **common)
-        if read_csv_schedule(layout.pp_schedule_csv, layout.pp).digest != layout.pp_schedule_csv_digest:
+        if (
+            read_csv_schedule(layout.pp_schedule_csv, layout.pp).digest
+            != layout.pp_schedule_csv_digest
+        ):
             raise UserError(
                 f"parallelism.pp_schedule_csv={layout.pp_schedule_csv}: the file changed after the job was "
                 "composed; would work: the original file, or composing the job again"
@@ -132,7 +139,9 @@ def build_schedule(
     )
 
 
-def _marked(loss: Callable[[Tensor, Tensor], Tensor], last: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _marked(
+    loss: Callable[[Tensor, Tensor], Tensor], last: int
+) -> Callable[[Tensor, Tensor], Tensor]:
     def call(output: Tensor, labels: Tensor) -> Tensor:
         with annotated("forward.head", last):
             return loss(output, labels)

@@ -37,7 +37,12 @@ from harness.precision.swap import float8_style, region_cast
 
 
 def apply_tensor_parallel(
-    part: ModelPart, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
+    part: ModelPart,
+    mesh: DeviceMesh,
+    layout: ParallelismConfig,
+    *,
+    loss_in_head: bool,
+    gather_float8: bool,
 ) -> None:
     """Split every module of a model part as its spec says, in place.
 
@@ -82,7 +87,9 @@ def apply_tensor_parallel(
             style = Plain(spec, stream) if is_plain else converted_linear(spec.split, stream)
         if gather_float8:
             if isinstance(style, RegionParallel) and spec.split is not Split.MIXTURE:
-                inner = [(s.split, built[s.name]) for s in specs if s.name.startswith(f"{spec.name}.")]
+                inner = [
+                    (s.split, built[s.name]) for s in specs if s.name.startswith(f"{spec.name}.")
+                ]
                 casts[spec.name] = region_cast(inner)
                 style = RegionParallel(stream, casts[spec.name])
             if spec.split is Split.ROW or casts.get(spec.name.rpartition(".")[0]) is not None:
@@ -120,5 +127,7 @@ def to_plain(part: ModelPart) -> None:
     for module in part.modules() if not isinstance(part, FSDPModule) else ():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
-                module.register_parameter(name, nn.Parameter(parameter.to_local(), requires_grad=False))
+                module.register_parameter(
+                    name, nn.Parameter(parameter.to_local(), requires_grad=False)
+                )
     part.tie_embeddings()

@@ -31,8 +31,12 @@ from harness.model.spec import ModuleSpec, Split
 SEQUENCE_DIM = 1
 
 
-def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, gradients: Any = None) -> DTensor:
-    return DTensor.from_local(tensor, mesh, (placement,), run_check=False, grad_placements=gradients)
+def _placed(
+    tensor: Tensor, mesh: DeviceMesh, placement: Placement, gradients: Any = None
+) -> DTensor:
+    return DTensor.from_local(
+        tensor, mesh, (placement,), run_check=False, grad_placements=gradients
+    )
 
 
 def into_stream(partial_sum: Tensor, mesh: DeviceMesh, stream: Placement | None) -> Tensor:
@@ -43,7 +47,9 @@ def into_stream(partial_sum: Tensor, mesh: DeviceMesh, stream: Placement | None)
     return _placed(partial_sum, mesh, Partial()).redistribute(placements=(stream,)).to_local()
 
 
-def _replicated(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+def _replicated(
+    _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
+) -> tuple[Tensor, ...]:
     return (_placed(inputs[0], mesh, Replicate()), *inputs[1:])
 
 
@@ -120,7 +126,9 @@ class Plain(ParallelStyle):
         return module
 
 
-def compute_plainly(module: nn.Module, split: Split, mesh: DeviceMesh, stream: Placement | None) -> None:
+def compute_plainly(
+    module: nn.Module, split: Split, mesh: DeviceMesh, stream: Placement | None
+) -> None:
     """Make a linear or a norm compute on plain tensors, in its shard."""
     # Equal blocks share compiled code if their modules are alike; functions of their own are not.
     module.__class__ = PlainLinear if isinstance(module, nn.Linear) else PlainNorm
@@ -136,7 +144,9 @@ def converted_linear(split: Split, stream: Placement) -> ParallelStyle:
     placement = stream if split is Split.STREAM else Replicate()
     gradient = Partial() if split in (Split.COLUMN, Split.WHOLE) else placement
 
-    def enter(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    def enter(
+        _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
+    ) -> tuple[Tensor, ...]:
         return (_placed(inputs[0], mesh, placement, (gradient,)), *inputs[1:])
 
     def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
@@ -148,8 +158,13 @@ def converted_linear(split: Split, stream: Placement) -> ParallelStyle:
 def entry(stream: Placement) -> Distributed:
     """Style of a replicated linear whose input every rank has, and whose output is placed as the stream."""
 
-    def split(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        return (_placed(inputs[0], mesh, Replicate()).redistribute(placements=(stream,)), *inputs[1:])
+    def split(
+        _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
+    ) -> tuple[Tensor, ...]:
+        return (
+            _placed(inputs[0], mesh, Replicate()).redistribute(placements=(stream,)),
+            *inputs[1:],
+        )
 
     return Distributed(None, split, _to_local)
 
@@ -173,7 +188,9 @@ def head_with_loss(stream: Placement) -> Distributed:
     Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's placement.
     """
 
-    def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    def gather(
+        _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
+    ) -> tuple[Tensor, ...]:
         whole = _placed(inputs[0], mesh, stream).redistribute(placements=(Replicate(),))
         return (_with_partial_gradient(whole), *inputs[1:])
 
@@ -198,7 +215,9 @@ class VocabularyParallel(ParallelStyle):
         return distribute_module(module, device_mesh, _split_rows)
 
 
-def look_up(table: nn.Embedding, mesh: DeviceMesh, stream: Placement | None, tokens_BT: Tensor) -> Tensor:
+def look_up(
+    table: nn.Embedding, mesh: DeviceMesh, stream: Placement | None, tokens_BT: Tensor
+) -> Tensor:
     """Look up tokens in a table that is split by rows; the ranks' results are summed into the stream."""
     table_VC = local_shard(table, "weight")
     rows_BT = tokens_BT - -(-table.num_embeddings // mesh.size()) * mesh.get_local_rank()
@@ -217,7 +236,9 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> No
     """Make a parameter a DTensor, split along a dimension or replicated."""
     name = name.rpartition(".")[2]
     placement = Replicate() if dim is None else Shard(dim)
-    module.register_parameter(name, nn.Parameter(distribute_tensor(getattr(module, name), mesh, [placement])))
+    module.register_parameter(
+        name, nn.Parameter(distribute_tensor(getattr(module, name), mesh, [placement]))
+    )
 
 
 class PlainLinear(nn.Linear):
@@ -241,7 +262,9 @@ class PlainLinear(nn.Linear):
         out = F.pad(out, (0, missing)) if missing else out
         gathered = out.new_empty(ranks * len(out), *out.shape[1:])
         dist.all_gather_single(gathered, out, self.mesh.get_group())
-        return gathered.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)[..., : self.out_features]
+        return (
+            gathered.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)[..., : self.out_features]
+        )
 
 
 class PlainNorm(nn.RMSNorm):

@@ -126,7 +126,9 @@ def _rounded_by_group(values_RC: Tensor, ends_E: Tensor) -> Tensor:
     row_R = torch.arange(rows, device=values_RC.device, dtype=torch.int32)
     expert_R = torch.searchsorted(ends_E, row_R, right=True)
     peak_EC = values_RC.new_zeros(ends_E.shape[0], columns)
-    peak_EC = peak_EC.scatter_reduce(0, expert_R[:, None].expand(-1, columns), values_RC.abs(), "amax")
+    peak_EC = peak_EC.scatter_reduce(
+        0, expert_R[:, None].expand(-1, columns), values_RC.abs(), "amax"
+    )
     return _rounded_to(values_RC, peak_EC[expert_R])
 
 

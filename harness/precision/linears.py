@@ -89,14 +89,19 @@ def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
             kept[name] = f"{rows} x {columns}, too small to gain"
         else:
             converted.append(name)
-    unmatched = [part for part in precision.filter_fqns if not any(part in name for name in linears)]
+    unmatched = [
+        part for part in precision.filter_fqns if not any(part in name for name in linears)
+    ]
     if unmatched:
         works = sorted({f"[{_filter(name)}]" for name in linears})
         raise ConfigError("precision.filter_fqns", unmatched[0], "is in no linear's name", works)
     if not converted:
         reasons = "; ".join(sorted(set(kept.values())))
         raise ConfigError(
-            "precision.linear", precision.linear, f"no linear is left to convert ({reasons})", ["none"]
+            "precision.linear",
+            precision.linear,
+            f"no linear is left to convert ({reasons})",
+            ["none"],
         )
     return Linears(tuple(converted), kept)
 
@@ -121,16 +126,23 @@ def check_layout(
         splits_experts: whether tensor parallelism splits every expert.
     """
     split = {
-        name: (linear.inputs if linear.split is Split.ROW else linear.outputs, _block(name, precision))
+        name: (
+            linear.inputs if linear.split is Split.ROW else linear.outputs,
+            _block(name, precision),
+        )
         for name, linear in linears_of(model).items()
         if name in linears.converted and (splits_experts or not linear.is_expert)
     }
-    broken = {name: (length, block) for name, (length, block) in split.items() if length % (tp * block)}
+    broken = {
+        name: (length, block) for name, (length, block) in split.items() if length % (tp * block)
+    }
     if broken:
         names = list(dict.fromkeys(_filter(name) for name in broken))
         name, (length, block) = next(iter(broken.items()))
         degrees = [
-            n for n in divisors(tp) if not any(length % (n * block) for length, block in split.values())
+            n
+            for n in divisors(tp)
+            if not any(length % (n * block) for length, block in split.values())
         ]
         filters = ",".join([*precision.filter_fqns, *names])
         rule = (
@@ -245,7 +257,11 @@ def require_device(precision: PrecisionConfig, device: torch.device, *, experts:
     if needed is None or torch.cuda.get_device_capability(device) < needed:
         raise _refusal(precision, torch.cuda.get_device_name(device))
     major = torch.cuda.get_device_capability(device)[0]
-    if experts and not torch.version.hip and major not in GROUPED_CAPABILITY[_arithmetic(precision)]:
+    if (
+        experts
+        and not torch.version.hip
+        and major not in GROUPED_CAPABILITY[_arithmetic(precision)]
+    ):
         raise _refusal(precision, torch.cuda.get_device_name(device), grouped=True)
 
 
@@ -268,7 +284,9 @@ def _kind(accelerator: str) -> str:
 
 def _refusal(precision: PrecisionConfig, what: str, *, grouped: bool = False) -> ConfigError:
     arithmetic = _arithmetic(precision)
-    able = list(dict.fromkeys(_kind(n) for n, a in ACCELERATORS.items() if arithmetic in a.peak_flops))
+    able = list(
+        dict.fromkeys(_kind(n) for n, a in ACCELERATORS.items() if arithmetic in a.peak_flops)
+    )
     others = "precision.emulate=true to try it out, or precision=bf16"
     if not grouped:
         rule = f"{what} does not multiply in {arithmetic}"
@@ -277,4 +295,6 @@ def _refusal(precision: PrecisionConfig, what: str, *, grouped: bool = False) ->
         able = [name for name in able if name not in WITHOUT_GROUPS]
         filters = ",".join([*precision.filter_fqns, "moe.experts"])
         others = f"precision.filter_fqns=[{filters}], or {others}"
-    return ConfigError("precision.linear", precision.linear, rule, f"{', '.join(able)}, or {others}")
+    return ConfigError(
+        "precision.linear", precision.linear, rule, f"{', '.join(able)}, or {others}"
+    )

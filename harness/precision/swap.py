@@ -77,7 +77,9 @@ def _mxfp8(precision: PrecisionConfig) -> Any:
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     except ValueError as error:  # torchao 0.18 on Blackwell
         rule = f"torchao's kernels of mxfp8 do not load with the Triton of torch {torch.__version__}: {error}"
-        raise ConfigError("precision.linear", "mxfp8", rule, "torch 2.14, or precision=bf16") from error
+        raise ConfigError(
+            "precision.linear", "mxfp8", rule, "torch 2.14, or precision=bf16"
+        ) from error
     preference = KernelPreference.EMULATED if precision.emulate else KernelPreference.AUTO
 
     def make(linear: nn.Linear) -> nn.Module:
@@ -125,14 +127,20 @@ def precompute_scales(parts: Iterable[nn.Module]) -> None:
         precompute_float8_dynamic_scale_for_fsdp(part)
 
 
-def gathers_float8(precision: PrecisionConfig, layout: ParallelismConfig, device: torch.device) -> bool:
+def gathers_float8(
+    precision: PrecisionConfig, layout: ParallelismConfig, device: torch.device
+) -> bool:
     """Whether tensor parallelism all-gathers in float8, half the bytes.
 
     A tensorwise scale is the largest magnitude over all shards, so casting before the gather gives the same
     result as casting after it. CPUs and the other recipes gather in param_dtype with the plain styles, which
     compute the same: gloo cannot send float8, and rowwise scales would have to be sent too.
     """
-    return precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel and device.type == "cuda"
+    return (
+        precision.linear == "float8_tensorwise"
+        and layout.uses_sequence_parallel
+        and device.type == "cuda"
+    )
 
 
 def float8_style(module: nn.Module, split: Split, stream: Placement) -> ParallelStyle | None:

@@ -31,7 +31,9 @@ class RunErrors:
         self.run_dir = run_dir
         self._unrecorded: list[dict[str, Any]] = []
 
-    def record(self, rank: int | None, error: BaseException, *, step: int | None = None) -> dict[str, Any]:
+    def record(
+        self, rank: int | None, error: BaseException, *, step: int | None = None
+    ) -> dict[str, Any]:
         """Write ``errors/rank<rank>.json``; without a rank the controller's.
 
         If it cannot be written, print the error to stderr, so that the writing error does not hide it.
@@ -55,7 +57,9 @@ class RunErrors:
         except OSError as failure:
             self._unrecorded.append(row)
             text = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "
-            sys.stderr.write(f"{text}(could not be recorded in {path.parent}: {failure.strerror})\n")
+            sys.stderr.write(
+                f"{text}(could not be recorded in {path.parent}: {failure.strerror})\n"
+            )
         return row
 
     def replace(self, error: dict[str, Any]) -> None:
@@ -80,7 +84,9 @@ class RunErrors:
                 if all(isinstance(row.get(name), kind) for name, kind in _FIELDS.items()):
                     rows.append({"rank": None, **row})
         # A rank that lost a peer can write its error before the failing rank does.
-        return min(rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
+        return min(
+            rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None
+        )
 
     def _path(self, rank: int | None) -> Path:
         return self.run_dir / "errors" / ("controller.json" if rank is None else f"rank{rank}.json")

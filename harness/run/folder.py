@@ -128,7 +128,10 @@ class RunFolder:
     def may_be_running(self) -> bool:
         """Whether a process may be running the job; on another machine, judged by the lock if supported."""
         status = self._read(STATUS)
-        if status.get("host") == socket.gethostname() or status.get("state") not in ("starting", "running"):
+        if status.get("host") == socket.gethostname() or status.get("state") not in (
+            "starting",
+            "running",
+        ):
             return is_running(status)
         try:
             held = lock(self.path / LOCK)
@@ -141,7 +144,12 @@ class RunFolder:
     def set_status(self, state: str, **facts: Any) -> None:
         """Write ``status.json``: the state, and the time and process that set it."""
         pid = os.getpid()
-        owner = {"host": socket.gethostname(), "pid": pid, "pid_started": _start_of(pid), "time": time.time()}
+        owner = {
+            "host": socket.gethostname(),
+            "pid": pid,
+            "pid_started": _start_of(pid),
+            "time": time.time(),
+        }
         status = {"state": state, **owner, **facts}
         write_with_reserve(self.path, lambda: write_json_atomically(self.path / STATUS, status))
 
@@ -160,14 +168,18 @@ class RunFolder:
             self.describe(job, overrides)
             self.set_status("planned")
         except OSError as error:
-            raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
+            raise UserError(
+                f"runs_dir={job.runs_dir}: cannot write the run folder: {error}"
+            ) from error
 
     def read_job(self) -> Job:
         """Return the job in ``job.json``."""
         try:
             return Job.read(self.path / "job.json")
         except FileNotFoundError:
-            raise UserError(f"{self.path}: no job.json; the folder was removed or never created") from None
+            raise UserError(
+                f"{self.path}: no job.json; the folder was removed or never created"
+            ) from None
 
     @contextlib.contextmanager
     def locked(self, job: Job) -> Iterator[None]:
@@ -180,7 +192,9 @@ class RunFolder:
             yield
         except OSError as error:
             self.release()
-            raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
+            raise UserError(
+                f"runs_dir={job.runs_dir}: cannot write the run folder: {error}"
+            ) from error
         except BaseException:
             self.release()
             raise
@@ -226,12 +240,17 @@ class RunFolder:
 
     def _running(self, status: dict[str, Any]) -> UserError:
         process = f" (pid {status['pid']} on {status.get('host')})" if "pid" in status else ""
-        return UserError(f"{self.path}: this job is already running{process}; wait for it or stop it")
+        return UserError(
+            f"{self.path}: this job is already running{process}; wait for it or stop it"
+        )
 
 
 def is_running(status: dict[str, Any]) -> bool:
     """Whether the process that wrote a status still runs; False if it ran on another machine."""
-    if status.get("state") not in ("starting", "running") or status.get("host") != socket.gethostname():
+    if (
+        status.get("state") not in ("starting", "running")
+        or status.get("host") != socket.gethostname()
+    ):
         return False
     pid = status.get("pid")
     if not isinstance(pid, int) or not 0 < pid <= _LARGEST_PID or pid == os.getpid():

@@ -51,7 +51,9 @@ class RunRecord:
         if row and all(row.get(name) == value for name, value in ending.items()):
             return
         if row:
-            row = {name: value for name, value in row.items() if not name.startswith("error.")} | ending
+            row = {
+                name: value for name, value in row.items() if not name.startswith("error.")
+            } | ending
         else:
             row = self._row(ending, self._last_facts() if facts is None else facts)
         path = self.folder.path
@@ -76,12 +78,20 @@ class RunRecord:
             **facts,
             "job": job.to_dict(),
             "code": self.folder.code,
-            "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
+            "host": {
+                "name": socket.gethostname(),
+                "system": platform.platform(),
+                "cores": os.cpu_count(),
+            },
         }
 
     def _last_facts(self) -> dict[str, Any]:
         last = self.folder.last_metrics
-        return {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
+        return {
+            "step": last.get("step", 0),
+            "tokens": last.get("tokens", 0),
+            "loss": last.get("loss"),
+        }
 
     def _cause(self, reason: str) -> dict[str, Any]:
         if reason == INTERRUPTED and self.folder.is_cancelled:

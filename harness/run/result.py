@@ -34,7 +34,9 @@ _KINDS: dict[str, Any] = {
 }
 RUN = (
     Metric("id", "hash", "Job id: hash of all numerics and execution fields."),
-    Metric("numerics_id", "hash", "Hash of the numerics fields; layouts of one experiment share it."),
+    Metric(
+        "numerics_id", "hash", "Hash of the numerics fields; layouts of one experiment share it."
+    ),
     Metric("name", "text", "Field `name` of the job."),
     Metric("exit_reason", "text", "`completed`, `interrupted` or `failed`."),
     Metric("exit_code", "number", "Exit code of the command (see verbs)."),
@@ -46,7 +48,12 @@ RUN = (
     Metric("error.message", "text", "Message of the exception.", "failure"),
     Metric("error.allocation", "text", "Size of the allocation that failed.", "`out_of_memory`"),
     Metric("error.operation", "text", "Collective that timed out.", "`collective_timeout`"),
-    Metric("error.absent_ranks", "list", "Ranks that never reached the collective.", "`collective_timeout`"),
+    Metric(
+        "error.absent_ranks",
+        "list",
+        "Ranks that never reached the collective.",
+        "`collective_timeout`",
+    ),
     Metric("job.*", "field", "Every field of the resolved job."),
     Metric("code.*", "text", "Commit, whether the tree was dirty, and versions of the packages."),
     Metric("host.*", "text", "Host name, system and cores."),
@@ -187,7 +194,11 @@ def evaluated_columns(rows: Sequence[Metrics]) -> list[str]:
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
-    return [name for name in names if name.startswith(f"{PREFIX}.") and name.rpartition(".")[2] not in COUNTS]
+    return [
+        name
+        for name in names
+        if name.startswith(f"{PREFIX}.") and name.rpartition(".")[2] not in COUNTS
+    ]
 
 
 def shown(value: Any) -> str:

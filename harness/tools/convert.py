@@ -42,7 +42,9 @@ model and tokenizer; for other sources, name them with `model=` and `tokenizer=`
 """
 
 FORMATS = Choices(
-    lambda: (name for name in WEIGHT_FORMATS if not (of := WEIGHT_FORMATS[name]) or of.write is not None)
+    lambda: (
+        name for name in WEIGHT_FORMATS if not (of := WEIGHT_FORMATS[name]) or of.write is not None
+    )
 )
 """Formats that weights are written in: all of ours, and some of other software."""
 
@@ -71,9 +73,13 @@ class ConvertConfig:
     def validate(self) -> None:
         """Check every field, and that the target does not exist."""
         if not self.source:
-            raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
+            raise ConfigError(
+                "convert.source", self.source, "must be given", "a folder with weights"
+            )
         if not self.target:
-            raise ConfigError("convert.target", self.target, "must be given", "a path that does not exist")
+            raise ConfigError(
+                "convert.target", self.target, "must be given", "a path that does not exist"
+            )
         target = self.target
         path = Path(self.target)
         if path.is_dir() and self.format == "torch":
@@ -81,7 +87,9 @@ class ConvertConfig:
             raise ConfigError("convert.target", target, rule, f"{target}/model.pt")
         is_new = not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
         if path.is_symlink() or not is_new:
-            raise ConfigError("convert.target", target, "already exists", "a path that does not exist")
+            raise ConfigError(
+                "convert.target", target, "already exists", "a path that does not exist"
+            )
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,9 @@ def _convert(
     if foreign and foreign.note:
         notes.append(f"{found.path} {foreign.note}")
     if config.format == "hf" and tokenizer is None and not FAMILIES[model.family].is_diffusers:
-        notes.append("no tokenizer is written: the source does not record one; would work: tokenizer=NAME")
+        notes.append(
+            "no tokenizer is written: the source does not record one; would work: tokenizer=NAME"
+        )
     for note in notes:
         _print(f"note: {note}")
     # cast rounds float32 values once.
@@ -154,7 +164,10 @@ def _convert(
     source = watched(source, look)
     source = cast(source, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
-    with atomic_target(target, nbytes) as temporary, progress(len(source.tensors), seconds=5.0) as show:
+    with (
+        atomic_target(target, nbytes) as temporary,
+        progress(len(source.tensors), seconds=5.0) as show,
+    ):
         shown = watched(source, lambda name, _: show(name))
         remark = ""  # what a user has to know of the written weights
         if config.format == "hf":
@@ -165,7 +178,9 @@ def _convert(
             folder = trained.get("initial_load_path") if trained.get("initial_load_in_hf") else None
             folder = found.path if found.kind == "hf" else folder
             origin = Origin(None if folder is None else Path(folder), data)
-            write_huggingface(shown, model, tokenizer, temporary, config.max_shard_gb, origin=origin)
+            write_huggingface(
+                shown, model, tokenizer, temporary, config.max_shard_gb, origin=origin
+            )
         elif config.format == "torch":
             write_torch(folded(shown, model), temporary, tied=model.tied_embeddings)
         elif config.format == "dcp":

@@ -115,7 +115,9 @@ def _look_at_a_node(job: Job) -> dict[str, Finding]:
     done = subprocess.run(_srun(job), input=here, stdout=subprocess.PIPE, text=True)
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not answers:
-        raise MachineError(f"srun ended with exit code {done.returncode}: {done.stdout.strip()[-200:]}")
+        raise MachineError(
+            f"srun ended with exit code {done.returncode}: {done.stdout.strip()[-200:]}"
+        )
     return {what: Finding(*finding) for what, finding in json.loads(answers[-1]).items()}
 
 
@@ -159,7 +161,9 @@ def _host(machine: Machine) -> Finding:
         advice.append(f"ulimit -n {LEAST_FILES}")
     if locked != resource.RLIM_INFINITY and any(INFINIBAND.glob("*")):
         advice.append("ulimit -l unlimited")
-    text = f"{node_name()}: {cores} cores, {memory / GIB:,.0f} GiB, /dev/shm {shared / GIB:.1f} GiB, "
+    text = (
+        f"{node_name()}: {cores} cores, {memory / GIB:,.0f} GiB, /dev/shm {shared / GIB:.1f} GiB, "
+    )
     text += f"{files} open files, Python {platform.python_version()}"
     return judged(text, not advice, ", ".join(advice))
 
@@ -200,7 +204,9 @@ def _gpus(machine: Machine) -> Finding:
     text = f"{len(gpus)} x {' and '.join(sorted(names))}, {free:.1f} GiB free, compute capability "
     text += ".".join(map(str, version)) + "".join(f", {name}" for name in able)
     if faults := gpu_faults(len(gpus)):
-        return Finding(f"{text}; {'; '.join(faults)}", WARN, "nvidia-smi -q; end what else uses the GPUs")
+        return Finding(
+            f"{text}; {'; '.join(faults)}", WARN, "nvidia-smi -q; end what else uses the GPUs"
+        )
     return judged(text, machine.known, "for MFU: cluster.accelerator=NAME with cluster.hardware")
 
 
@@ -261,9 +267,13 @@ def _compiler(machine: Machine) -> Finding:
     """A compiled function, by Triton for a GPU and by the C++ compiler for a CPU."""
     import torch
 
-    tool = shutil.which(os.environ.get("CC", "gcc") if machine.gpus else os.environ.get("CXX", "g++"))
+    tool = shutil.which(
+        os.environ.get("CC", "gcc") if machine.gpus else os.environ.get("CXX", "g++")
+    )
     try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(256, device="cuda" if machine.gpus else "cpu"))
+        torch.compile(lambda x: x.sin() + 1)(
+            torch.ones(256, device="cuda" if machine.gpus else "cpu")
+        )
     except Exception as error:
         works = "the system's packages of g++ and of Python's headers, or compile=off"
         return Finding(_last_line(error), FAIL if machine.job.compile.blocks else WARN, works)
@@ -293,14 +303,19 @@ def _hub(machine: Machine) -> Finding:
         urllib.request.urlopen(ENDPOINT, timeout=HUB_SECONDS).close()
     except OSError as error:
         why = getattr(error, "reason", error)
-        return Finding(f"{ENDPOINT}: {why}", WARN, "HF_ENDPOINT, HTTPS_PROXY, or copies of the files")
+        return Finding(
+            f"{ENDPOINT}: {why}", WARN, "HF_ENDPOINT, HTTPS_PROXY, or copies of the files"
+        )
     return Finding(f"{ENDPOINT} answers")
 
 
 def _space(machine: Machine) -> Finding:
     """Of run folders and data."""
     free = {}
-    for name, folder in (("runs_dir", machine.job.runs_dir), ("data.cache_dir", machine.job.data.cache_dir)):
+    for name, folder in (
+        ("runs_dir", machine.job.runs_dir),
+        ("data.cache_dir", machine.job.data.cache_dir),
+    ):
         path = Path(folder).expanduser().absolute()
         there = next(each for each in (path, *path.parents) if each.exists())
         if not os.access(there, os.W_OK):
@@ -313,7 +328,9 @@ def _space(machine: Machine) -> Finding:
 
 
 def _last_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:LONGEST_VALUE]}"
+    return (
+        f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:LONGEST_VALUE]}"
+    )
 
 
 CHECKS = {

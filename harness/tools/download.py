@@ -26,7 +26,14 @@ from harness.config.fields import check_rules, label
 from harness.config.job import from_dict
 from harness.config.model import ModelConfig
 from harness.config.texts import validate_texts
-from harness.util.errors import DISK_FULL, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
+from harness.util.errors import (
+    DISK_FULL,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    MachineError,
+    UserError,
+)
 from harness.util.words import plural
 from harness.weights.config_json import CONFIG, check_hf_config, model_from_config, read_object
 
@@ -57,7 +64,12 @@ PATTERNS = {
     ),
     "config": ("config.json", "generation_config.json", "params.json"),
     "index": ("model.safetensors.index.json",),
-    "weights": ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors", "consolidated.*.pth"),
+    "weights": (
+        "model.safetensors",
+        "model-*-of-*.safetensors",
+        "*.safetensors",
+        "consolidated.*.pth",
+    ),
 }
 _AGAIN = "the same command downloads the missing files"
 
@@ -98,8 +110,14 @@ class DownloadJob:
             raise ConfigError("repo", self.repo, "must be given", "Qwen/Qwen3-8B")
         if not self.revision:
             raise ConfigError("revision", "''", "must be given", "main")
-        if not isinstance(self.what, str | list) or not self.what or set(self.kinds) - PATTERNS.keys():
-            raise ConfigError("what", self.what, "no such files", f"one or a list of {', '.join(PATTERNS)}")
+        if (
+            not isinstance(self.what, str | list)
+            or not self.what
+            or set(self.kinds) - PATTERNS.keys()
+        ):
+            raise ConfigError(
+                "what", self.what, "no such files", f"one or a list of {', '.join(PATTERNS)}"
+            )
 
 
 def choose(job: DownloadJob, names: list[str]) -> list[str]:
@@ -126,7 +144,9 @@ def _of_kind(kind: str, names: list[str]) -> list[str]:
     for pattern in PATTERNS[kind]:
         # A pattern without a folder matches top-level files only.
         found += [
-            name for name in names if name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+            name
+            for name in names
+            if name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
         ]
         if found and kind == "weights":
             break
@@ -175,7 +195,9 @@ def _check_folder(folder: Path, sizes: dict[str, int]) -> None:
             needed += size
         elif path.stat().st_size != size and read_download_metadata(folder, name) is None:
             works = "another folder in to=, or removing the file"
-            raise UserError(f"{path}: already exists and differs from the hub's; would work: {works}")
+            raise UserError(
+                f"{path}: already exists and differs from the hub's; would work: {works}"
+            )
     free = shutil.disk_usage(folder).free
     if free < needed:
         rule = f"needs {needed / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
@@ -196,10 +218,14 @@ def _hub_errors(job: DownloadJob) -> Iterator[None]:
         raise ConfigError("repo", job.repo, "not a valid name", "owner/name") from error
     except errors.OfflineModeIsEnabled as error:
         works = "HF_HUB_OFFLINE=0, or copying the files from a machine with access"
-        raise UserError(f"HF_HUB_OFFLINE=1 forbids access to the hub; would work: {works}") from error
+        raise UserError(
+            f"HF_HUB_OFFLINE=1 forbids access to the hub; would work: {works}"
+        ) from error
     except errors.RevisionNotFoundError as error:
         rule = f"{job.repo} has no such branch, tag or commit"
-        raise ConfigError("revision", job.revision, rule, f"one of {hub}/{job.repo}/commits") from error
+        raise ConfigError(
+            "revision", job.revision, rule, f"one of {hub}/{job.repo}/commits"
+        ) from error
     except (http_error, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         response = getattr(error, "response", None)
@@ -232,7 +258,9 @@ def next_commands(job: DownloadJob) -> list[str]:
         _command("train", *model, *tokenizer, f"checkpoint.initial_load_path={target}"),
     ]
     if model == ["model=NAME"]:
-        lines.append("note: no option of conf/model describes this model; write conf/model/NAME.yaml first")
+        lines.append(
+            "note: no option of conf/model describes this model; write conf/model/NAME.yaml first"
+        )
     return lines
 
 

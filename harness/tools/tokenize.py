@@ -59,7 +59,9 @@ class TokenizeConfig:
             raise ConfigError("tokenize.target", self.target, "must be given", "corpus/NAME")
         if not DATA_KINDS[data.kind].source or not data.has_text:
             rule = "is no source of texts, which harness tokenize reads"
-            raise ConfigError("data.kind", data.kind, rule, "data=local_jsonl, local_parquet, local_text")
+            raise ConfigError(
+                "data.kind", data.kind, rule, "data=local_jsonl, local_parquet, local_text"
+            )
         if data.streaming:
             works = "data.streaming=false data.shuffle=true, which downloads the dataset"
             raise ConfigError("data.streaming", True, "a stream cannot be cut into units", works)
@@ -105,7 +107,9 @@ def writer_of(job: TokenizeJob) -> CorpusWriter:
     assert config.target is not None, "checked by validate"
     target = Path(config.target).expanduser()
     tokenizer = build_tokenizer(job.tokenizer)
-    return CorpusWriter(target, source, tokenizer, held_out, unit_mib=config.unit_mib, shards=config.shards)
+    return CorpusWriter(
+        target, source, tokenizer, held_out, unit_mib=config.unit_mib, shards=config.shards
+    )
 
 
 def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
@@ -117,10 +121,14 @@ def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
         rule = f"is a corpus of {manifest.source['name']} by {manifest.tokenizer['name']}, not of this job"
         if manifest.source["name"] == writer.source_name:
             rule = "is a corpus of these files before they changed, or with another tokenizer or data field"
-        raise ConfigError("tokenize.target", job.tokenize.target, rule, "another folder, or remove this one")
+        raise ConfigError(
+            "tokenize.target", job.tokenize.target, rule, "another folder, or remove this one"
+        )
     if job.tokenize.shards not in (None, len(manifest.shards)):
         rule = f"{writer.target} is complete with {plural(len(manifest.shards), 'shard')}"
-        raise ConfigError("tokenize.shards", job.tokenize.shards, rule, f"null, {len(manifest.shards)}")
+        raise ConfigError(
+            "tokenize.shards", job.tokenize.shards, rule, f"null, {len(manifest.shards)}"
+        )
     return manifest
 
 

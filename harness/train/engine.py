@@ -59,7 +59,9 @@ class Engine:
         self._parameters = [list(part.parameters()) for part in self.parts]
         self.parameters: list[Tensor] = list(chain.from_iterable(self._parameters))
         self.optimizer = self._build_optimizer()
-        self.schedule = build_schedule(job.schedule, self.optimizer, job.schedule.curve_steps(job.steps))
+        self.schedule = build_schedule(
+            job.schedule, self.optimizer, job.schedule.curve_steps(job.steps)
+        )
         self.weights_changed = True
         self._gradients_checked = False
         keep_settings(self.optimizer)
@@ -164,7 +166,9 @@ class Engine:
             losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
             with self.sources.recorded(batch) as row_losses:
                 for i, piece in enumerate(pieces):
-                    losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+                    losses = losses + self.executor.forward_backward(
+                        piece, last=i + 1 == len(pieces)
+                    )
             # With multi-token prediction every other loss is that of the token after the next.
             all_losses = [*losses, *self.sources.losses(batch, row_losses[:: len(losses)])]
         if not self._gradients_checked:
@@ -280,13 +284,17 @@ class Engine:
             reshard(part)
         return scores
 
-    def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
+    def world_sum(
+        self, values: Sequence[Tensor | float], device: torch.device | None = None
+    ) -> list[float]:
         """Sum each value over all ranks, in float64, on ``device`` (default: the compute device)."""
         if self.job.world_size == 1 and device is HOST:
             return list(map(float, values))
         return self.world_total(values, device).tolist()
 
-    def world_total(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> Tensor:
+    def world_total(
+        self, values: Sequence[Tensor | float], device: torch.device | None = None
+    ) -> Tensor:
         """Like ``world_sum``, but leave the result on the device, so that the host does not wait."""
         return self._reduce(values, dist.ReduceOp.SUM, device or self.device)
 
@@ -297,7 +305,10 @@ class Engine:
         return self._reduce(values, dist.ReduceOp.MAX, HOST).tolist()
 
     def _reduce(
-        self, values: Sequence[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device
+        self,
+        values: Sequence[Tensor | float],
+        operation: dist.ReduceOp.RedOpType,
+        device: torch.device,
     ) -> Tensor:
         with annotated(SUMS):
             packed = torch.stack([_scalar(value, device) for value in values])

@@ -43,7 +43,9 @@ class Graphed:
     def __call__(self, *values: Tensor | float | None) -> tuple[Tensor, ...]:
         """Return copies of the function's results."""
         self.inputs = self.inputs or [
-            None if value is None else torch.empty_like(torch.as_tensor(value), device=self.stream.device)
+            None
+            if value is None
+            else torch.empty_like(torch.as_tensor(value), device=self.stream.device)
             for value in values
         ]
         for static, value in zip(self.inputs, values, strict=True):
@@ -61,7 +63,9 @@ class Graphed:
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             # Other threads may go on: one of them allocates batches.
-            with torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self.graph, self.pool, self.stream, capture_error_mode="thread_local"
+            ):
                 self.outputs = self.function(*self.inputs)
         self.graph.replay()
         return tuple(output.clone() for output in self.outputs)
@@ -108,7 +112,9 @@ class GraphedEngine(Engine):
         sums, loss, squares = self.graphed_passes(denominator, rows, *batch)
         return sums, loss, squares
 
-    def _captured_passes(self, denominator: Tensor, rows: Tensor, *batch: Any) -> tuple[Tensor, ...]:
+    def _captured_passes(
+        self, denominator: Tensor, rows: Tensor, *batch: Any
+    ) -> tuple[Tensor, ...]:
         # Scales of float8 weights are computed inside of the graph, also after a validation.
         self.weights_changed = True
         return super()._passes(denominator, rows, Batch(*batch))
@@ -122,7 +128,9 @@ class GraphedEngine(Engine):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         super()._update(norm)
-        for group, number in zip(groups, numbers, strict=True):  # the schedule computes with numbers
+        for group, number in zip(
+            groups, numbers, strict=True
+        ):  # the schedule computes with numbers
             group["lr"] = number
         return ()
 

@@ -51,7 +51,9 @@ class NonFinitePolicy:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        saved = save_evidence(self._folder, step, [name for name, _ in self._engine.named_parameters()])
+        saved = save_evidence(
+            self._folder, step, [name for name, _ in self._engine.named_parameters()]
+        )
         loss = step.outcome.loss
         norm = step.outcome.grad_norm
         text = f"step {step.number}: loss {loss}, gradient norm {norm}; {saved}"
@@ -161,7 +163,9 @@ class NanWatch(Observer):
                 if not isinstance(tensor, Tensor):
                     continue
                 if wrong := _not_finite(tensor):
-                    parameters = [own for own, value in module.named_parameters() if _not_finite(value)]
+                    parameters = [
+                        own for own, value in module.named_parameters() if _not_finite(value)
+                    ]
                     names = ", ".join(f"{name}.{own}" for own in parameters)
                     source = f"; neither are the parameters {names}" if parameters else ""
                     self._raise(f"the output of {name} is not finite ({wrong}){source}")

@@ -72,7 +72,9 @@ class Objective(ABC):
         return ()
 
     @abstractmethod
-    def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
+    def build_loader(
+        self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any
+    ) -> Loader:
         """Return the loader of ``rows`` of every global batch.
 
         Args:
@@ -105,7 +107,9 @@ class NextToken(Objective):
 
         return build_executor(job, mesh, parts, loss, device)
 
-    def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
+    def build_loader(
+        self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any
+    ) -> Loader:
         from harness.config.training import Sizes
         from harness.data.kinds import build_loader
         from harness.data.samples import Reading

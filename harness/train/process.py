@@ -241,7 +241,9 @@ def threads_per_rank(job: Job) -> int:
     """Return a rank's CPU threads: the job's, those that SLURM reserves, or a share of this machine's."""
     config = job.cluster
     _, local = config.nodes_for(job.world_size)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     reserved = config.cpus_per_rank if config.kind == "slurm" else None
     return config.threads_per_rank or reserved or max(1, cores // local)
 
@@ -255,7 +257,9 @@ def openmp_environment(job: Job) -> dict[str, str]:
     """
     wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
     from_job = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
-    return {name: value for name, value in wanted.items() if name == from_job or name not in os.environ}
+    return {
+        name: value for name, value in wanted.items() if name == from_job or name not in os.environ
+    }
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)

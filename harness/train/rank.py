@@ -51,14 +51,20 @@ ROW_SECONDS = 2.0
 
 def main() -> None:
     """Entry point of a rank."""
-    if len(sys.argv) != 2 or not {CONTROLLER, "SLURM_PROCID"} & set(os.environ) or STARTED not in os.environ:
+    if (
+        len(sys.argv) != 2
+        or not {CONTROLLER, "SLURM_PROCID"} & set(os.environ)
+        or STARTED not in os.environ
+    ):
         sys.stderr.write("error: the harness starts its ranks itself; would work: harness train\n")
         sys.exit(EXIT_USER)
     folder = RunFolder(Path(sys.argv[1]))
     try:
         job = folder.read_job()
     except UserError as error:
-        folder.errors.record(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), error)
+        folder.errors.record(
+            int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), error
+        )
         leave(error.exit_code)
     if CONTROLLER not in os.environ:
         _run_srun_task(job, folder)
@@ -70,7 +76,10 @@ def main() -> None:
 
 
 def _run_srun_task(job: Job, folder: RunFolder) -> NoReturn:
-    os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
+    os.environ["RANK"], os.environ["LOCAL_RANK"] = (
+        os.environ["SLURM_PROCID"],
+        os.environ["SLURM_LOCALID"],
+    )
     with stop_signals_interrupt():
         code = run_rank(job, folder, started=float(os.environ[STARTED]))
     # srun treats other exit codes as failures, and would kill rank 0 while it writes the run's row.
@@ -87,7 +96,9 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
 
     # Otherwise rank 0 would see a peer disappear and record that as the cause.
     others = folder.wait_for_result
-    end_with_parent(launcher, write_row if os.environ["RANK"] == "0" else lambda: others(ROW_SECONDS))
+    end_with_parent(
+        launcher, write_row if os.environ["RANK"] == "0" else lambda: others(ROW_SECONDS)
+    )
 
 
 class LauncherGone(MachineError):
@@ -150,7 +161,9 @@ class Rank:
         return code
 
 
-def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store | None = None) -> int:
+def run_rank(
+    job: Job, folder: RunFolder, *, started: float, store: dist.Store | None = None
+) -> int:
     """Train as one rank, record how the run ended, and return the exit code.
 
     Args:
@@ -176,7 +189,9 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
         with process_group(job, device, store):
             if rank.number == 0:
                 folder.set_status("running")
-                shown = ShownRun(job.metrics, folder.path, folder.path.name, job.name, job.to_dict())
+                shown = ShownRun(
+                    job.metrics, folder.path, folder.path.name, job.name, job.to_dict()
+                )
                 rank.recorder = Recorder(shown, job.steps)
                 rank.recorder.message(describe(job, folder, device))
                 if changed := process.describe(job, device.type):

@@ -23,8 +23,12 @@ Row = dict[str, Any]
 _STEP = Metric("step", "count", "Optimizer step, from 1.")
 _TIME = Metric("time", "s", "Unix time at which the row was written.")
 _SOURCES = (
-    Metric("tokens.*", "tokens", "Tokens of a source since step 1, with padding.", "`data=mixture`"),
-    Metric("epochs.*", "count", "Epochs of a source since step 1; not of streams.", "`data=mixture`"),
+    Metric(
+        "tokens.*", "tokens", "Tokens of a source since step 1, with padding.", "`data=mixture`"
+    ),
+    Metric(
+        "epochs.*", "count", "Epochs of a source since step 1; not of streams.", "`data=mixture`"
+    ),
 )
 _ROW = (
     _STEP,
@@ -35,7 +39,10 @@ _ROW = (
         line="loss {:.4f}",
     ),
     Metric(
-        "loss_max", "nats/token", "Largest mean loss of one rank's share of the batch.", line="max {:.4f}"
+        "loss_max",
+        "nats/token",
+        "Largest mean loss of one rank's share of the batch.",
+        line="max {:.4f}",
     ),
     Metric(
         "mtp_loss",
@@ -44,12 +51,21 @@ _ROW = (
         "`model.mtp`",
         line="mtp_loss {:.4f}",
     ),
-    Metric("grad_norm", "2-norm", "Norm of all gradients before clipping.", line="grad_norm {:.3f}"),
+    Metric(
+        "grad_norm", "2-norm", "Norm of all gradients before clipping.", line="grad_norm {:.3f}"
+    ),
     Metric("lr", "1", "Learning rate of this step.", line="lr {:.2e}"),
     Metric("tokens", "tokens", "Tokens processed since step 1, masked ones included, padding not."),
     Metric("valid_tokens", "tokens", "Tokens of this step whose label is not masked."),
-    Metric("loss.*", "nats/token", "Loss of a source; null if the step has none of it.", "`data=mixture`"),
-    Metric("valid_tokens.*", "tokens", "Tokens of a source in this step, not masked.", "`data=mixture`"),
+    Metric(
+        "loss.*",
+        "nats/token",
+        "Loss of a source; null if the step has none of it.",
+        "`data=mixture`",
+    ),
+    Metric(
+        "valid_tokens.*", "tokens", "Tokens of a source in this step, not masked.", "`data=mixture`"
+    ),
     *_SOURCES,
     Metric("skipped_steps", "count", "Updates skipped so far because a number was not finite."),
     Metric("schedule.batch_size", "sequences", "Sequences of this step.", "`schedule.batch_size`"),
@@ -62,7 +78,9 @@ _RANK = (
     Metric("stage", "number", "Its pipeline stage."),
     Metric("host", "text", "Name of its node."),
     Metric("device", "text", "Name of its device."),
-    Metric("loss", "nats/token", "Mean loss of the tokens that it counts; null if another rank does."),
+    Metric(
+        "loss", "nats/token", "Mean loss of the tokens that it counts; null if another rank does."
+    ),
     Metric("step_seconds", "s", "Mean time of its steps since the last row, warm-up included."),
     Metric("data_share", "0 to 1", "Share of its time spent waiting for data, without warm-up."),
     _TIME,
@@ -79,20 +97,40 @@ _RESULT = (
     Metric("tokens", "tokens", "Tokens processed since step 1, without padding.", in_summary=True),
     Metric("loss", "nats/token", "Loss of the last step.", in_summary=True),
     Metric(
-        "validation_loss", "nats/token", "Loss of the last validation; null without one.", in_summary=True
+        "validation_loss",
+        "nats/token",
+        "Loss of the last validation; null without one.",
+        in_summary=True,
     ),
-    Metric("validation_loss.*", "nats/token", "The same for a source, of this attempt.", "`data=mixture`"),
-    Metric("evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"),
+    Metric(
+        "validation_loss.*",
+        "nats/token",
+        "The same for a source, of this attempt.",
+        "`data=mixture`",
+    ),
+    Metric(
+        "evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"
+    ),
     *_SOURCES,
     Metric("skipped_steps", "count", "Updates skipped because a number was not finite."),
     Metric("damaged_documents", "count", "Documents that were not UTF-8 and were repaired."),
-    Metric("first_step_seconds", "s", "Time from the start of the command to the end of the first step."),
+    Metric(
+        "first_step_seconds",
+        "s",
+        "Time from the start of the command to the end of the first step.",
+    ),
     Metric("compile_seconds", "s", "Time spent in torch.compile."),
     Metric("recompiles", "count", "Graphs compiled again after the first step."),
     Metric("parameters", "count", "Parameters of the model."),
-    Metric("flops_per_token_full", "FLOP", "Model FLOPs per token of the window, attention counted in full."),
+    Metric(
+        "flops_per_token_full",
+        "FLOP",
+        "Model FLOPs per token of the window, attention counted in full.",
+    ),
     Metric("flops_per_token_causal", "FLOP", "The same with the attention that masks leave."),
-    Metric("peak_flops", "FLOP/s", "Peak of the device that MFU is computed against; null if unknown."),
+    Metric(
+        "peak_flops", "FLOP/s", "Peak of the device that MFU is computed against; null if unknown."
+    ),
     Metric("peak_origin", "text", "Source of that peak, or why there is none."),
     Metric("device", "text", "Name of the device."),
     *SUMMARY,
@@ -143,7 +181,11 @@ def metrics_of_rows(observers: Iterable[Observer | type[Observer]]) -> list[Metr
 
 def metrics_of_ranks(observers: Iterable[Observer | type[Observer]]) -> list[Metric]:
     """The columns of the rows of ranks."""
-    return [*_RANK, *MEMORY, *(metric for observer in observers for metric in observer.metrics_of_rank)]
+    return [
+        *_RANK,
+        *MEMORY,
+        *(metric for observer in observers for metric in observer.metrics_of_rank),
+    ]
 
 
 def metrics_of_result() -> list[Metric]:
@@ -232,7 +274,9 @@ def result_row(trainer: Trainer) -> Row:
 
 def _speed(trainer: Trainer, tokens_per_second: float | None, lengths: Mapping[int, int]) -> Row:
     """Return the columns of a throughput; ``lengths`` as in ``Efficiency.mean``."""
-    samples = None if tokens_per_second is None else tokens_per_second / trainer.job.training.seq_len
+    samples = (
+        None if tokens_per_second is None else tokens_per_second / trainer.job.training.seq_len
+    )
     rates = trainer.engine.objective.rates(samples)
     return {**rates, **trainer.efficiency.row(tokens_per_second, lengths)}
 
@@ -254,7 +298,9 @@ def source_progress(trainer: Trainer) -> Row:
     samples = trainer.loader.state_dict()["mixture"]["counts"]
     seq_len = trainer.job.training.seq_len
     tokens = {f"tokens.{name}": samples[name] * seq_len for name in per_epoch}
-    epochs = {f"epochs.{name}": samples[name] / number for name, number in per_epoch.items() if number}
+    epochs = {
+        f"epochs.{name}": samples[name] / number for name, number in per_epoch.items() if number
+    }
     return {**tokens, **epochs}
 
 

@@ -90,7 +90,9 @@ def _unusable(rule: str, driver: str) -> tuple[str, str]:
     built = torch.version.cuda
     major = int(driver.partition(".")[0])
     newest = next((cuda for lowest, cuda in DRIVERS.items() if major >= lowest), None)
-    works = f"a build of torch for CUDA {newest}" if newest else f"a driver of at least {min(DRIVERS)}"
+    works = (
+        f"a build of torch for CUDA {newest}" if newest else f"a driver of at least {min(DRIVERS)}"
+    )
     if newest and built and int(built.partition(".")[0]) <= int(newest.partition(".")[0]):
         works = "GPUs that nvidia-smi shows without errors"
     rule += f", which has GPUs with driver {driver}: torch {torch.__version__} is built "
@@ -123,7 +125,9 @@ def silence_known_noise() -> None:
       needs one raises. It also registers enums in a way that torch has deprecated.
     """
     warnings.filterwarnings(
-        "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
+        "ignore",
+        message=r"FSDP2-wrapped module \(.*\) returned a view tensor",
+        category=UserWarning,
     )
     for name in (
         "torch.distributed.tensor._redistribute",
@@ -137,7 +141,9 @@ def silence_known_noise() -> None:
 def _is_not_known_noise(record: logging.LogRecord) -> bool:
     text = str(record.msg).strip()
     begins = ("While redistributing from", "Detected that context_fn", "Failed to load /")
-    return not (text.startswith(begins) or "is now natively supported by torch.compile as an opaque" in text)
+    return not (
+        text.startswith(begins) or "is now natively supported by torch.compile as an opaque" in text
+    )
 
 
 def rendezvous(job: Job) -> dist.Store:
@@ -153,7 +159,9 @@ def rendezvous(job: Job) -> dist.Store:
     deadline = time.monotonic() + patience
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=patience)
-    told = threading.Timer(WAITING_SECONDS, _tell, [f"rank {rank} is waiting for the store at {host}:{port}"])
+    told = threading.Timer(
+        WAITING_SECONDS, _tell, [f"rank {rank} is waiting for the store at {host}:{port}"]
+    )
     told.start()
     try:
         with stop_signals_end():
@@ -197,7 +205,9 @@ def _tell(line: str) -> None:
 
 
 @contextmanager
-def process_group(job: Job, device: torch.device, store: dist.Store | None = None) -> Iterator[None]:
+def process_group(
+    job: Job, device: torch.device, store: dist.Store | None = None
+) -> Iterator[None]:
     """Create the default process group, and destroy it at the end.
 
     Args:
@@ -207,7 +217,9 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
     alone = job.world_size == 1
     with loopback_if_all_ranks_are_here(job):
         if alone:
-            dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                backend_of(device), store=dist.HashStore(), rank=0, world_size=1
+            )
         else:
             # Ranks of another launcher come with a store.
             with nullcontext() if store is None else stop_signals_end():
@@ -248,7 +260,9 @@ def set_timeouts(seconds: int) -> None:
     Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints, which has
     its own timeout. Ranks need not call it at the same time.
     """
-    set_one = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public since torch 2.14
+    set_one = getattr(
+        dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
+    )  # public since torch 2.14
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc == CHECKPOINT_GROUP:
             continue
@@ -303,7 +317,9 @@ def device_peak(job: Job, device: torch.device) -> Peak:
     accelerator = None if cluster is None else cluster.gpu
     if job.precision.linear != "none":
         peak = peak_of(name, "bfloat16", accelerator)
-        convention = f"; {job.precision.linear} is measured against the bfloat16 peak, as in torchtitan"
+        convention = (
+            f"; {job.precision.linear} is measured against the bfloat16 peak, as in torchtitan"
+        )
         return peak if peak.flops is None else replace(peak, origin=peak.origin + convention)
     dtype = job.precision.param_dtype
     if device.type == "cuda" and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:

@@ -110,7 +110,9 @@ class StepOutcome:
     @property
     def is_finite(self) -> bool:
         """Whether losses and norm are finite; the same on every rank, because they are global sums."""
-        return all(abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0))
+        return all(
+            abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0)
+        )
 
     def _value(self, index: int) -> float:
         return float(self._values.read()[index])

@@ -81,7 +81,9 @@ class Trainer:
         self.non_finite = NonFinitePolicy(job.debug, folder.path, engine)
         self._note_of_data = loader.note
         self.run = Run(job, folder.path, engine, tokenizer, ranks, self.progress, self._message)
-        self.observers = [make(self.run) for make in (observers_of(job) if observers is None else observers)]
+        self.observers = [
+            make(self.run) for make in (observers_of(job) if observers is None else observers)
+        ]
 
     def train(self) -> str:
         """Train to the last step, or to a stop that all ranks agree on.
@@ -132,7 +134,9 @@ class Trainer:
             try:
                 step, aside = self._launch(number, request)
             except Exception:
-                if self.job.world_size == 1:  # else a row needs the other ranks, which may not have failed
+                if (
+                    self.job.world_size == 1
+                ):  # else a row needs the other ranks, which may not have failed
                     self._finish(drain=True)
                 raise
             stopping = step.outcome.stop_requested and number < self.job.steps
@@ -219,7 +223,9 @@ class Trainer:
     def _describe_stop(self) -> str:
         saved = ""
         if self.is_saved:
-            command = "the same command" if self.is_resumable else "it without checkpoint.resume=false"
+            command = (
+                "the same command" if self.is_resumable else "it without checkpoint.resume=false"
+            )
             saved = f" and saved: {command} resumes from there"
         return f"stopped after step {self.progress.step} of {self.job.steps}{saved}"
 
@@ -347,21 +353,32 @@ class Trainer:
         elif changes and self.run.compiles:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             graphs = self.compiler.unexpected
-            self._message(f"graphs compiled for sequences of {seq_len} tokens, in step {step}: {graphs}")
+            self._message(
+                f"graphs compiled for sequences of {seq_len} tokens, in step {step}: {graphs}"
+            )
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
-            self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
+            self._message(
+                f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why"
+            )
         self.compiler.mark_expected()
 
     def _log(self, step: Step, noted: Noted) -> None:
         """Write one row of metrics; loss_max and the observers' maxima are over all ranks."""
         loss = step.outcome.local_loss
         maxima = noted.maxima
-        loss_max, *most = self.engine.world_max([float("-inf") if loss is None else loss, *maxima.values()])
+        loss_max, *most = self.engine.world_max(
+            [float("-inf") if loss is None else loss, *maxima.values()]
+        )
         self.progress.maxima = dict(zip(maxima, most, strict=True))
         row = step_row(step, self, loss_max)
         # Its times are this rank's own.
-        own = {"loss": loss, "step_seconds": row["step_seconds"], "data_share": row["data_share"], **maxima}
+        own = {
+            "loss": loss,
+            "step_seconds": row["step_seconds"],
+            "data_share": row["data_share"],
+            **maxima,
+        }
         for each in self.observers:
             each.log(row, own)
         if self.recorder is not None:

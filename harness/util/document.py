@@ -67,7 +67,10 @@ def to_markdown(*blocks: Block) -> str:
 
 def _grid(table: Table) -> str:
     columns = table.shown
-    lines = [[each.heading for each in columns], ["---:" if each.form else "---" for each in columns]]
+    lines = [
+        [each.heading for each in columns],
+        ["---:" if each.form else "---" for each in columns],
+    ]
     for row, texts in zip(table.rows, table.cells(), strict=True):
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in texts]
         lines.append([f"**{cells[0]}**", *cells[1:]] if table.is_marked(row) else cells)
@@ -131,7 +134,10 @@ def to_html(title: str, blocks: Sequence[Block], folder: Path) -> str:
             image = f'<img alt="{html.escape(each.alt)}" src="data:image/png;base64,{data}">'
             parts.append(f'<div class="scroll">{image}</div>')
         else:
-            parts += [_paragraph(f"## {each.title}") if each.title else "", *map(_paragraph, each.notes)]
+            parts += [
+                _paragraph(f"## {each.title}") if each.title else "",
+                *map(_paragraph, each.notes),
+            ]
             parts.append(_html_table(each))
     return _PAGE.format(title=html.escape(title), body="\n".join(part for part in parts if part))
 
@@ -151,7 +157,10 @@ def _code(text: str) -> str:
 def _html_table(table: Table) -> str:
     columns = table.shown
     kinds = [' class="number"' if each.form else "" for each in columns]
-    heads = [f"<th{kind}>{html.escape(each.heading)}</th>" for each, kind in zip(columns, kinds, strict=True)]
+    heads = [
+        f"<th{kind}>{html.escape(each.heading)}</th>"
+        for each, kind in zip(columns, kinds, strict=True)
+    ]
     lines = [f"<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>"]
     for row, texts in zip(table.rows, table.cells(), strict=True):
         values = ["" if (value := row.get(each.key)) is None else value for each in columns]
@@ -159,5 +168,7 @@ def _html_table(table: Table) -> str:
             f'<td{kind} data-value="{html.escape(str(value))}">{_code(cell)}</td>'
             for kind, value, cell in zip(kinds, values, texts, strict=True)
         )
-        lines.append(f'<tr class="marked">{cells}</tr>' if table.is_marked(row) else f"<tr>{cells}</tr>")
+        lines.append(
+            f'<tr class="marked">{cells}</tr>' if table.is_marked(row) else f"<tr>{cells}</tr>"
+        )
     return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</tbody></table></div>"

@@ -68,7 +68,9 @@ class ConfigError(UserError):
         works: values that would work, or a phrase; may be empty.
     """
 
-    def __init__(self, field: str, value: object, rule: str, works: Iterable[object] | str = ()) -> None:
+    def __init__(
+        self, field: str, value: object, rule: str, works: Iterable[object] | str = ()
+    ) -> None:
         self.field = field
         self.value = value
         self.rule = rule
@@ -82,7 +84,9 @@ def missing_package(error: BaseException) -> UserError | None:
     name = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if name not in EXTRAS:
         return None
-    return UserError(f"the package {name} is not installed; would work: pip install -e '.[{EXTRAS[name]}]'")
+    return UserError(
+        f"the package {name} is not installed; would work: pip install -e '.[{EXTRAS[name]}]'"
+    )
 
 
 class DataError(UserError):
@@ -133,7 +137,11 @@ def as_typed(value: object) -> str:
 def _format_value(value: object) -> str:
     """Format a value as typed; cut it if it is long."""
     text = as_typed(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= LONGEST_VALUE
+        else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+    )
 
 
 def _listed(works: Iterable[object]) -> str:

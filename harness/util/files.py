@@ -67,7 +67,12 @@ def require_regular(path: Path) -> int:
 
 def is_file_name(name: object) -> bool:
     """Whether a value in a stranger's file names a file or folder beside it."""
-    return isinstance(name, str) and name.isprintable() and name not in ("", "..") and Path(name).name == name
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and name not in ("", "..")
+        and Path(name).name == name
+    )
 
 
 def matching(pattern: str) -> Iterator[str]:
@@ -82,7 +87,9 @@ def matching(pattern: str) -> Iterator[str]:
     at = parts.index("**")
     for root in glob.iglob("/".join([*parts[:at], ""]) or "./"):
         for folder in _folders(root, frozenset()):
-            yield from matching("/".join([glob.escape(folder.rstrip("/")), *(parts[at + 1 :] or ["*"])]))
+            yield from matching(
+                "/".join([glob.escape(folder.rstrip("/")), *(parts[at + 1 :] or ["*"])])
+            )
 
 
 def _folders(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
@@ -94,7 +101,9 @@ def _folders(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
             return
         above |= {(found.st_dev, found.st_ino)}
         with os.scandir(folder) as entries:
-            inner = [each.path for each in entries if each.is_dir() and not each.name.startswith(".")]
+            inner = [
+                each.path for each in entries if each.is_dir() and not each.name.startswith(".")
+            ]
     yield folder
     for each in inner:
         yield from _folders(each, above)

@@ -44,12 +44,21 @@ _Sheet = tuple[str, tuple[int, int] | None, dict[str, float]]
 
 
 def _sheet(
-    source: str, cuda: tuple[int, int] | None, half: float, float32: float, *narrow: float, tf32: float = 0
+    source: str,
+    cuda: tuple[int, int] | None,
+    half: float,
+    float32: float,
+    *narrow: float,
+    tf32: float = 0,
 ) -> _Sheet:
     """Return title, CUDA capability and peaks of a datasheet in TFLOP/s; ``narrow`` are float8 and mxfp8."""
     peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": float32}
     peaks |= dict(zip(("float8", "mxfp8"), narrow, strict=False))
-    return source, cuda, {dtype: round(tflops * 1000) * 1e9 for dtype, tflops in peaks.items() if tflops}
+    return (
+        source,
+        cuda,
+        {dtype: round(tflops * 1000) * 1e9 for dtype, tflops in peaks.items() if tflops},
+    )
 
 
 # Compute capabilities: developer.nvidia.com/cuda-gpus. The H200 has the H100's peaks, and so has the GH200
@@ -60,7 +69,9 @@ _A100 = _sheet(_NVIDIA.format("A100", "a100"), (8, 0), 312, 19.5, tf32=156)
 _H100_PAPER = "NVIDIA H100 architecture whitepaper v1.04, table 2, dense"
 _H100 = _sheet(_H100_PAPER, (9, 0), 989.4, 66.9, 1978.9, tf32=494.7)
 _H100_PCIE = _sheet(_H100_PAPER, (9, 0), 756, 51.2, 1513, tf32=378)
-_H100_NVL = _sheet(_NVIDIA.format("H100", f"h100, {_HALVED}"), (9, 0), 835.5, 60, 1670.5, tf32=417.5)
+_H100_NVL = _sheet(
+    _NVIDIA.format("H100", f"h100, {_HALVED}"), (9, 0), 835.5, 60, 1670.5, tf32=417.5
+)
 _H200 = (_NVIDIA.format("H200", f"h200, {_HALVED}"), *_H100[1:])
 _H200_NVL = (_H200[0], *_H100_NVL[1:])
 _GH200 = (_NVIDIA.format("GH200", f"grace-hopper-superchip, {_HALVED}"), *_H100[1:])
@@ -72,7 +83,9 @@ _B300 = (f"{_ULTRA}, HGX B300", (10, 3), _B200[2])
 _GB300 = (f"{_ULTRA}, GB300", (10, 3), _GB200[2])
 _L40S = _sheet(_NVIDIA.format("L40S", "l40s, dense"), (8, 9), 362.05, 91.6, 733, tf32=183)
 # With sums in 32 bits, as torch multiplies.
-_RTX_4090 = _sheet("NVIDIA Ada architecture whitepaper v2.01, table 2", (8, 9), 165.2, 82.6, 330.3, tf32=82.6)
+_RTX_4090 = _sheet(
+    "NVIDIA Ada architecture whitepaper v2.01, table 2", (8, 9), 165.2, 82.6, 330.3, tf32=82.6
+)
 _A6000 = _sheet(f"NVIDIA RTX A6000 datasheet, {_HALVED}", (8, 6), 154.8, 38.7, tf32=77.4)
 _A10 = _sheet(_NVIDIA.format("A10", "products/a10-gpu, dense"), (8, 6), 125, 31.2, tf32=62.5)
 _L4 = _sheet(_NVIDIA.format("L4", f"l4, {_HALVED}"), (8, 9), 121, 30.3, 242.5, tf32=60)
@@ -133,7 +146,9 @@ def find_accelerator(device_name: str) -> Accelerator | None:
     # "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device.
     name = device_name.strip().lower().removesuffix(" oam")
     name = f"nvidia {name}" if name.startswith("a100") else name  # old drivers omit it
-    return next((ACCELERATORS[own] for own, driver, *_ in _DEVICES[:-1] if driver.lower() == name), None)
+    return next(
+        (ACCELERATORS[own] for own, driver, *_ in _DEVICES[:-1] if driver.lower() == name), None
+    )
 
 
 def node_name() -> str:

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Colours that can be distinguished with any kind of colour blindness (Okabe and Ito).
-COLORS = {"published": "#8c8c8c", "predicted": "#0072b2", "expected": "#56b4e9", "measured": "#d55e00"}
+COLORS = {
+    "published": "#8c8c8c",
+    "predicted": "#0072b2",
+    "expected": "#56b4e9",
+    "measured": "#d55e00",
+}
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -48,7 +53,11 @@ def ticks(low: float, high: float) -> list[float]:
     if high < 8 * low:
         from matplotlib.ticker import MaxNLocator
 
-        return [tick for tick in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if tick > 0]
+        return [
+            tick
+            for tick in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+            if tick > 0
+        ]
     decades = range(int(log10(low)) - 1, int(log10(high)) + 1)
     round_numbers = [digit * 10.0**decade for decade, digit in product(decades, (1, 2, 5))]
     return [tick for tick in round_numbers if low <= tick <= high]

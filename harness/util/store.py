@@ -201,7 +201,10 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         size = (folder / name).stat().st_size
-        found[name] = {"size": size, "xxh3_64": _hash_blocks(folder / name, range(-(-size // BLOCK_BYTES)))}
+        found[name] = {
+            "size": size,
+            "xxh3_64": _hash_blocks(folder / name, range(-(-size // BLOCK_BYTES))),
+        }
     return found
 
 

@@ -45,7 +45,9 @@ class Table:
     ) -> Table:
         """Make a table of lists; the columns with an index in ``right`` are aligned to the right."""
         # A heading may occur twice.
-        keys = [name if headings.index(name) == n else f"{name} {n}" for n, name in enumerate(headings)]
+        keys = [
+            name if headings.index(name) == n else f"{name} {n}" for n, name in enumerate(headings)
+        ]
         columns = [
             Column(key, name, str if n in right else "")
             for n, (key, name) in enumerate(zip(keys, headings, strict=True))
@@ -65,7 +67,9 @@ class Table:
         columns = self.shown
         cells = []
         for row in self.rows:
-            cells.append([formatted(row.get(column.key), column.form, self.missing) for column in columns])
+            cells.append(
+                [formatted(row.get(column.key), column.form, self.missing) for column in columns]
+            )
         return cells
 
     def is_marked(self, row: Row) -> bool:
@@ -107,7 +111,9 @@ def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{name:<{width}}  {text}\n" for name, text in facts)
 
 
-def aligned(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), *, indent: str = "  ") -> str:
+def aligned(
+    rows: Sequence[Mapping[str, str]], left: Collection[str] = (), *, indent: str = "  "
+) -> str:
     """Format cells of text for the terminal: equal columns in all rows, those in ``left`` to the left."""
     columns = [Column(name, name, "" if name in left else str) for name in rows[0]]
     return to_text(Table(columns, rows, missing=""), indent)

@@ -17,7 +17,9 @@ def seconds(value: float | None) -> str:
     if value == 0:
         return "-"
     # A value that would round to 1000 of a unit is shown as 1 of the next.
-    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6))
+    unit, size = next(
+        ((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6)
+    )
     amount = value / size
     digits = 2
     if amount >= 99.95:

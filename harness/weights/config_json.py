@@ -38,7 +38,10 @@ _READ_BY_ALL = {*_READ, "quantization_config"}
 
 # Fields that only affect training.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
-_MUP = ("mup.base_dim", "mup.base_widths")  # a part of the weights in files (harness.weights.source)
+_MUP = (
+    "mup.base_dim",
+    "mup.base_widths",
+)  # a part of the weights in files (harness.weights.source)
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -81,7 +84,11 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of a model that affect its output, with their values."""
     attention = model.attention
     moe = model.moe
-    unread = {*_TRAINING, *_MUP, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
+    unread = {
+        *_TRAINING,
+        *_MUP,
+        *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"]),
+    }
     unread -= {f"rope.{name}" for name in STRETCHING[model.rope.scaling]}
     if attention.is_latent:
         unread |= {"n_kv_heads", "head_dim"}
@@ -116,7 +123,9 @@ def _required(family: Family, name: str) -> object:
 _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
 
 
-def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+def hf_config(
+    model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None
+) -> dict[str, Any]:
     """The content of a config.json from which transformers (or diffusers) builds the same model.
 
     Rotation and dtype are written twice: transformers 4.x reads ``torch_dtype``, and 5.x writes ``dtype``.
@@ -168,9 +177,13 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
             raise UserError(f"config.json has {field.theirs} {_typed(theirs)}: {only}")
         fact = f"model.{field.ours}={_typed(_shown(field))}: config.json has {field.theirs} {_typed(theirs)}"
         works = _works(field, content)
-        facts.append(fact if works is None else f"{fact}, which is model.{field.ours}={_typed(works)}")
+        facts.append(
+            fact if works is None else f"{fact}, which is model.{field.ours}={_typed(works)}"
+        )
     if facts:
-        raise UserError(f"{'; '.join(facts)}; would work: model=from_config, which takes all of them")
+        raise UserError(
+            f"{'; '.join(facts)}; would work: model=from_config, which takes all of them"
+        )
     check_attention_factor(model, rotation_of(found, family.theta))
     _refuse_unread(family, model, found)
     family_of(model)
@@ -184,7 +197,11 @@ def _refuse_unread(family: Family, model: ModelConfig, found: Mapping[str, Any])
     for field in family.config_fields(model):
         known |= {field.theirs, field.alias or field.theirs}
     spans = [model.span(layer) for layer in range(model.n_layers)]
-    same = {"layer_types": ["full_attention" if span.is_whole else "sliding_attention" for span in spans]}
+    same = {
+        "layer_types": [
+            "full_attention" if span.is_whole else "sliding_attention" for span in spans
+        ]
+    }
     unread = []
     for name, value in found.items():
         if name not in known and value != same.get(name, NEEDED) and not is_harmless(name, value):
@@ -214,7 +231,11 @@ def decoder_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the decoder, which may be nested in that of a larger model."""
     model_type = found.get(family.type_key)
     nested = family.nested
-    if nested is not None and model_type == nested.model_type and isinstance(found.get(nested.key), dict):
+    if (
+        nested is not None
+        and model_type == nested.model_type
+        and isinstance(found.get(nested.key), dict)
+    ):
         quantized = {name: found[name] for name in ("quantization_config",) if name in found}
         return {**found[nested.key], **quantized}
     if model_type == family.model_type:
@@ -273,7 +294,9 @@ def _family(content: Mapping[str, Any]) -> Family:
 
 def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     unknown = [each.name for each in dataclasses.fields(ModelConfig) if each.default == "???"]
-    numbers: dict[str, Any] = {name: 1 for name in unknown if name != "name"}  # config_fields needs a value
+    numbers: dict[str, Any] = {
+        name: 1 for name in unknown if name != "name"
+    }  # config_fields needs a value
     model = ModelConfig(family=family.name, **numbers)
     for name, value in family.requires.items():
         model = _set(model, name, value, name)
@@ -301,12 +324,18 @@ def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -
         try:
             value = field.our_value(content)
         except ValueError as error:
-            raise UserError(f"it has {error}, which no value of model.{field.ours} matches") from None
+            raise UserError(
+                f"it has {error}, which no value of model.{field.ours} matches"
+            ) from None
         # Null is a value of nullable fields; else a config.json without a value leaves the field as it is.
         if value is not None or (field.nullable and field.to_ours is None):
             model = _set(model, field.ours, value, field.theirs)
         elif field.to_ours is None:
-            follows = ", and fields of its default are missing or invalid" if callable(field.default) else ""
+            follows = (
+                ", and fields of its default are missing or invalid"
+                if callable(field.default)
+                else ""
+            )
             raise UserError(f"it has no {field.theirs}{follows}")
     return model
 

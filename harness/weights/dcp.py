@@ -41,7 +41,11 @@ class DistributedSource:
     """
 
     def __init__(
-        self, path: str, manifest: Mapping[str, Any], model: ModelConfig, key_of: Callable[[str], str] = str
+        self,
+        path: str,
+        manifest: Mapping[str, Any],
+        model: ModelConfig,
+        key_of: Callable[[str], str] = str,
     ) -> None:
         self._path = path
         self._model = model
@@ -51,8 +55,12 @@ class DistributedSource:
             self._metadata = self._reader.read_metadata()
         except OSError as error:
             raise DamagedCheckpoint(f"{METADATA} cannot be read: {first_line(error)}") from error
-        if foreign and any(hasattr(place, CHECKSUM) for place in self._metadata.storage_data.values()):
-            raise DamagedCheckpoint("the harness did not finish writing it: the manifest is missing")
+        if foreign and any(
+            hasattr(place, CHECKSUM) for place in self._metadata.storage_data.values()
+        ):
+            raise DamagedCheckpoint(
+                "the harness did not finish writing it: the manifest is missing"
+            )
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._found = {
             name: TensorFacts(tuple(entry.size), entry.properties.dtype)
@@ -67,7 +75,9 @@ class DistributedSource:
         if foreign:
             keys = {n: key if key in self._found else self._prefix + n for n, key in keys.items()}
         self._keys = keys
-        found = {name: self._found[keys[name]].shape for name in shapes if keys[name] in self._found}
+        found = {
+            name: self._found[keys[name]].shape for name in shapes if keys[name] in self._found
+        }
         check_tensors(path, model, found, shapes)
         self.tensors: Mapping[str, TensorFacts] = {name: self._found[keys[name]] for name in shapes}
 
@@ -106,12 +116,17 @@ def write_plain(source: WeightSource, folder: Path) -> None:
 def _write(source: WeightSource, writer: _OneByOne) -> None:
     planner = _LazyPlanner(source)
     planner.set_up_planner(
-        {name: torch.empty(f.shape, dtype=f.dtype, device="meta") for name, f in source.tensors.items()},
+        {
+            name: torch.empty(f.shape, dtype=f.dtype, device="meta")
+            for name, f in source.tensors.items()
+        },
         writer.storage_meta(),
         is_coordinator=True,
     )
     writer.set_up_storage_writer(is_coordinator=True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plans, metadata = planner.create_global_plan(
+        [writer.prepare_local_plan(planner.create_local_plan())]
+    )
     [plan] = writer.prepare_global_plan(plans)
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     writer.finish(metadata, [results])

@@ -122,7 +122,9 @@ def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:
     if checkpoint.holds == "hf" and is_url(checkpoint.path):
         rule = "holds Hugging Face's safetensors, which are read from local folders only"
         raise ConfigError(field, checkpoint.path, rule, "a local copy")
-    return WeightFolder("hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest)
+    return WeightFolder(
+        "hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest
+    )
 
 
 def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelConfig:
@@ -153,7 +155,9 @@ def choose_data(job: Job, overrides: list[str], found: WeightFolder) -> DataConf
     return _chosen("data", job.data, overrides, recorded.get("data"))
 
 
-def _chosen(group: str, composed: Part, overrides: list[str], stored: dict[str, Any] | None) -> Part | None:
+def _chosen(
+    group: str, composed: Part, overrides: list[str], stored: dict[str, Any] | None
+) -> Part | None:
     typed = _typed(overrides, group)
     if not stored:
         return composed if typed else None
@@ -173,11 +177,15 @@ def _covers(typed: list[str], name: str) -> bool:
     return any(field in ("", name) or name.startswith(f"{field}.") for field in typed)
 
 
-def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16") -> WeightSource:
+def open_source(
+    found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16"
+) -> WeightSource:
     """Open weights; quantized ones are read as ``dequantized``."""
     if found.kind == "hf":
         original = FAMILIES[model.family].original
-        source: WeightSource | None = load_attribute(original)(Path(found.path), model) if original else None
+        source: WeightSource | None = (
+            load_attribute(original)(Path(found.path), model) if original else None
+        )
         if source is not None:
             return source
         import torch
@@ -188,7 +196,9 @@ def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfl
     if found.kind == "dcp":
         from harness.weights.dcp import DistributedSource, average_of
 
-        return DistributedSource(found.path, found.manifest, model, average_of if found.ema else str)
+        return DistributedSource(
+            found.path, found.manifest, model, average_of if found.ema else str
+        )
     from harness.weights.source import unfolded
 
     return unfolded(load_attribute(WEIGHT_FORMATS[found.kind].read)(found.path, model), model)
@@ -201,7 +211,10 @@ def recorded_model(source: str, field: str) -> dict[str, Any]:
     except DamagedCheckpoint as error:
         raise ConfigError(field, source, str(error)) from error
     if found.manifest.get("model"):
-        return {**dataclasses.asdict(ModelConfig.from_stored(found.manifest["model"])), "path": source}
+        return {
+            **dataclasses.asdict(ModelConfig.from_stored(found.manifest["model"])),
+            "path": source,
+        }
     if found.kind == "hf":
         return {**model_node(found.path), "path": source}
     raise _no_model(found)

@@ -38,7 +38,11 @@ class Origin:
         if not found:
             return {}
         decoder = decoder_part(FAMILIES[model.family], found)
-        return {name: value for name, value in decoder.items() if is_listed(name) and name not in _NOT_KEPT}
+        return {
+            name: value
+            for name, value in decoder.items()
+            if is_listed(name) and name not in _NOT_KEPT
+        }
 
     def generation(self) -> dict[str, Any]:
         """The folder's generation_config.json; empty if there is none."""
@@ -54,7 +58,9 @@ def special_ids(
     built = build_tokenizer(tokenizer)
     if built.vocab_size > model.vocab_size:
         rule = f"has {built.vocab_size} ids, more than model.vocab_size={model.vocab_size}"
-        works = "the tokenizer that the model was trained with, or tokenizer=none, which writes none"
+        works = (
+            "the tokenizer that the model was trained with, or tokenizer=none, which writes none"
+        )
         raise ConfigError("tokenizer", tokenizer.path or tokenizer.kind, rule, works)
     ends = [built.eos_id]
     if origin.data is not None and origin.data.kind == "chat":

@@ -58,7 +58,10 @@ def _grouped(pieces: Iterable[TensorMapping], key: Any) -> dict[str, list[Tensor
 def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Shapes of Hugging Face's tensors by name."""
     ours = tensor_shapes(model)
-    return {name: pieces[0].their_shape(ours[pieces[0].ours]) for name, pieces in hf_tensors(model).items()}
+    return {
+        name: pieces[0].their_shape(ours[pieces[0].ours])
+        for name, pieces in hf_tensors(model).items()
+    }
 
 
 def own_name(model: ModelConfig, name: str) -> str | None:
@@ -71,13 +74,17 @@ def own_name(model: ModelConfig, name: str) -> str | None:
     return name.removeprefix(nested.prefix) if nested else name
 
 
-def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape], where: str = "the checkpoint") -> None:
+def check_hf_tensors(
+    model: ModelConfig, found: Mapping[str, Shape], where: str = "the checkpoint"
+) -> None:
     """Check that a checkpoint at ``where`` has the model's tensors; ``found`` has their shapes by name.
 
     Redundant tensors are allowed: the output projection of a model with tied embeddings, the rotation's
     inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies may be missing.
     """
-    found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
+    found = {
+        own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None
+    }
     shapes = hf_shapes(model)
     copies = {piece.theirs for piece in family_of(model).pieces(model) if piece.is_copy}
     expected = {name: shape for name, shape in shapes.items() if name not in copies}
@@ -111,7 +118,9 @@ def check_tensors(
             shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             wrong.append(f"{len(names)} {what} ({shown})")
     if wrong:
-        raise UserError(f"{where}: the tensors are not those of model={model.name}: {', '.join(wrong)}")
+        raise UserError(
+            f"{where}: the tensors are not those of model={model.name}: {', '.join(wrong)}"
+        )
 
 
 # -- values ----
@@ -171,7 +180,9 @@ class HuggingFaceNames:
         self._source = folded(source, model)
         self._cache: dict[str, Tensor] = {}
         self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(first.their_shape(shapes[first.ours]), self._source.tensors[first.ours].dtype)
+            name: TensorFacts(
+                first.their_shape(shapes[first.ours]), self._source.tensors[first.ours].dtype
+            )
             for name, [first, *_] in self._pieces.items()
         }
 
@@ -204,8 +215,12 @@ _SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
 # All values of a byte; a lookup is faster than a conversion by torch.
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 # E2M1 (OCP Microscaling Formats 1.0, 5.3.3). Two values of a byte, the first in the low bits, are one int64.
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).view(torch.int64).flatten()
+_E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+)
+_PAIRS = (
+    torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).view(torch.int64).flatten()
+)
 _ROWS = 128  # dequantized at a time, to stay in the processor's cache
 
 
@@ -216,13 +231,18 @@ class StoredTensors:
     ``tensors``.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig, find: Find | None, dequantized: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, model: ModelConfig, find: Find | None, dequantized: torch.dtype
+    ) -> None:
         self._files: dict[str, tuple[Path, str]] = {}
         stored: dict[str, tuple[Shape, str]] = {}
         for file in _weight_files(folder):
             with _opened(file) as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-                facts = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+                facts = {
+                    name: (tuple(part.get_shape()), part.get_dtype())
+                    for name, part in slices.items()
+                }
             for in_file in facts:
                 name = own_name(model, in_file)
                 if name is None:
@@ -246,7 +266,9 @@ class StoredTensors:
     def _dtype(self, name: str, dtype: str) -> torch.dtype:
         if dtype not in DTYPES:
             file, in_file = self._files[name]
-            raise UserError(f"{file}: {in_file} has {dtype} values; would work: {', '.join(DTYPES)}")
+            raise UserError(
+                f"{file}: {in_file} has {dtype} values; would work: {', '.join(DTYPES)}"
+            )
         return DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
@@ -267,7 +289,9 @@ class StoredTensors:
             return self._mxfp4(weight, *part)
         return self._fp8(weight, weight.block, *part)
 
-    def _fp8(self, stored: QuantizedTensor, block: tuple[int, int], rows: slice, columns: slice) -> Tensor:
+    def _fp8(
+        self, stored: QuantizedTensor, block: tuple[int, int], rows: slice, columns: slice
+    ) -> Tensor:
         grid = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
         scales = self._finite(stored.scales, self._stored(stored.scales).float()).reshape(grid)
         down = torch.arange(rows.start, rows.stop) // block[0]
@@ -281,13 +305,20 @@ class StoredTensors:
             torch.mul(values, factors.index_select(0, down[chunk]), out=weight[chunk])
         return weight
 
-    def _mxfp4(self, stored: QuantizedTensor, experts: slice, inputs: slice, outputs: slice) -> Tensor:
+    def _mxfp4(
+        self, stored: QuantizedTensor, experts: slice, inputs: slice, outputs: slice
+    ) -> Tensor:
         groups = slice(inputs.start // GROUP, -(-inputs.stop // GROUP))
         where = (experts, outputs, groups)
         exponents = self._stored_slice(stored.scales, where).view(torch.float8_e8m0fnu)
         scales = self._finite(stored.scales, exponents.float())
         pairs = _PAIRS.index_select(0, self._stored_slice(stored.values, where).reshape(-1).int())
-        values = pairs.view(torch.float32).view(*scales.shape, GROUP).mul_(scales.unsqueeze(-1)).flatten(-2)
+        values = (
+            pairs.view(torch.float32)
+            .view(*scales.shape, GROUP)
+            .mul_(scales.unsqueeze(-1))
+            .flatten(-2)
+        )
         skipped = inputs.start - groups.start * GROUP
         return values[..., skipped : skipped + inputs.stop - inputs.start].transpose(-1, -2)
 
@@ -309,7 +340,9 @@ class StoredTensors:
         file, in_file = self._files[name]
         with _opened(file) as opened:
             # The library reads slices without a step.
-            values: Tensor = opened.get_slice(in_file)[tuple(slice(each.start, each.stop) for each in part)]
+            values: Tensor = opened.get_slice(in_file)[
+                tuple(slice(each.start, each.stop) for each in part)
+            ]
             return values[tuple(slice(None, None, each.step) for each in part)].clone()
 
 
@@ -319,12 +352,16 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a complete safetensors file: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"{file}: not a complete safetensors file: {' '.join(str(error).split())}"
+        ) from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers or diffusers would read; the folder may also hold other formats."""
-    if os.path.isfile(folder / SINGLE):  # first, as in transformers: an index beside it is an older one
+    if os.path.isfile(
+        folder / SINGLE
+    ):  # first, as in transformers: an index beside it is an older one
         return [folder / SINGLE]
     index_name = INDEX
     if not (folder / INDEX).exists():  # diffusers' files have another name
@@ -337,7 +374,9 @@ def _weight_files(folder: Path) -> list[Path]:
         for name in names:
             if not is_file_name(name) or not name.endswith(".safetensors"):
                 shown = json.dumps(name)[:_SHOWN_CHARACTERS]
-                raise UserError(f"{folder / index_name}: weight_map has {shown} instead of a file name")
+                raise UserError(
+                    f"{folder / index_name}: weight_map has {shown} instead of a file name"
+                )
         files = [folder / name for name in sorted(set(names))]
         missing = [file.name for file in files if not os.path.isfile(file)]
         if missing:

@@ -30,7 +30,13 @@ from harness.parallelism.materialize import local_ranges
 from harness.util.errors import UserError
 from harness.util.files import sync_file, sync_folder
 from harness.util.store import file_digest
-from harness.weights.config_json import CONFIG, check_hf_config, decoder_part, hf_config, read_object
+from harness.weights.config_json import (
+    CONFIG,
+    check_hf_config,
+    decoder_part,
+    hf_config,
+    read_object,
+)
 from harness.weights.dcp import DistributedSource
 from harness.weights.generation import GENERATION, Origin, special_ids, with_ends
 from harness.weights.hf_tensors import (
@@ -64,7 +70,9 @@ class HuggingFaceSource:
     ``dequantized``: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values once.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig, dequantized: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, folder: Path, model: ModelConfig, dequantized: torch.dtype = torch.bfloat16
+    ) -> None:
         self._folder = folder
         self._tied = model.tied_embeddings
         config = read_object(folder / CONFIG)
@@ -155,7 +163,9 @@ def finish_huggingface(
     max_shard_gb: float = MAX_SHARD_GB,
 ) -> None:
     """Write everything except the weights: the index, config.json, generation_config.json, the tokenizer."""
-    from harness.weights.tokenizer import export_tokenizer  # training without an export needs no such library
+    from harness.weights.tokenizer import (
+        export_tokenizer,
+    )  # training without an export needs no such library
 
     # config.json has one dtype; if the source mixes several, it is the embedding table's, the first tensor.
     first = next(iter(tensor_shapes(model)))
@@ -195,7 +205,9 @@ def _write_generation(
         _write_json(file, {**found, "eos_token_id": with_ends(ends, found.get("eos_token_id"))})
 
 
-def plan_shards(source: WeightSource, max_shard_gb: float, stem: str = "model") -> dict[str, list[str]]:
+def plan_shards(
+    source: WeightSource, max_shard_gb: float, stem: str = "model"
+) -> dict[str, list[str]]:
     """The tensors of each file, filling files of ``max_shard_gb`` one after another as transformers does."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -222,7 +234,11 @@ def _write_safetensors(source: WeightSource, names: list[str], file: Path) -> No
         start = end
         end += facts.nbytes
         place = [start, end]
-        header[name] = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": place}
+        header[name] = {
+            "dtype": _NAMES[facts.dtype],
+            "shape": list(facts.shape),
+            "data_offsets": place,
+        }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _HEADER_UNIT)
     with file.open("wb") as stream:
@@ -289,7 +305,9 @@ def _origin(job: Job) -> Origin:
 
 def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> None:
     """Write the share (rank, number of ranks) of safetensors files from a DCP checkpoint to a folder."""
-    write_huggingface(_source(source, job), job.model, None, Path(target), share=share, finish=False)
+    write_huggingface(
+        _source(source, job), job.model, None, Path(target), share=share, finish=False
+    )
 
 
 def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None:

@@ -23,7 +23,10 @@ GROUP = 32
 
 _FP8 = "F8_E4M3"
 _SCALES_OF_FP8 = ("F32", "F16", "BF16", "F8_E8M0")
-_ACTIVATION_SCALES = ("activation_scale", "input_scale")  # beside a weight; not needed for its values
+_ACTIVATION_SCALES = (
+    "activation_scale",
+    "input_scale",
+)  # beside a weight; not needed for its values
 # Of MXFP4.
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
@@ -58,7 +61,9 @@ def quantization_of(content: Mapping[str, Any]) -> Find | None:
     method = found.get("quant_method") if isinstance(found, dict) else None
     parse = _METHODS.get(method) if isinstance(method, str) else None
     if parse is None:
-        raise _refusal("quant_method", method, f"{', '.join(_METHODS)}, or the same weights in bfloat16")
+        raise _refusal(
+            "quant_method", method, f"{', '.join(_METHODS)}, or the same weights in bfloat16"
+        )
     return parse(found)
 
 
@@ -75,7 +80,9 @@ def part_names(stored: Stored, quantized: Mapping[str, QuantizedTensor]) -> set[
 
 def _refusal(field: str, value: object, works: str) -> UserError:
     shown = one_line(value if isinstance(value, str) else json.dumps(value))
-    return UserError(f"config.json has quantization_config: {field} {shown} is not read; would work: {works}")
+    return UserError(
+        f"config.json has quantization_config: {field} {shown} is not read; would work: {works}"
+    )
 
 
 # -- methods ----
@@ -85,7 +92,11 @@ def _fp8(found: Mapping[str, Any]) -> Find:
     size = found.get("weight_block_size", [128, 128])
     if size is None:
         return partial(_fp8_tensors, "_scale_inv", (None, None))
-    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+    if (
+        not isinstance(size, list)
+        or len(size) != 2
+        or not all(type(n) is int and n > 0 for n in size)
+    ):
         raise _refusal("weight_block_size", size, "[128, 128]")
     return partial(_fp8_tensors, "_scale_inv", tuple(size))
 
@@ -111,7 +122,9 @@ def _fp8_tensors(suffix: str, block: Block, stored: Stored) -> dict[str, Quantiz
         if dtype != _FP8:
             continue
         if len(shape) != 2:
-            raise UserError(f"{name} has {_FP8} values and is {list(shape)}, only matrices are read")
+            raise UserError(
+                f"{name} has {_FP8} values and is {list(shape)}, only matrices are read"
+            )
         if name + suffix not in stored:
             raise UserError(f"{name} has {_FP8} values, and its scales {name}{suffix} are missing")
         sizes = block[0] or shape[0], block[1] or shape[1]
@@ -121,7 +134,9 @@ def _fp8_tensors(suffix: str, block: Block, stored: Stored) -> dict[str, Quantiz
             rule = f"one for each {sizes[0]} x {sizes[1]} of the {shape[0]} x {shape[1]} values"
             raise UserError(f"{name}{suffix} is {list(scales)} and not {list(grid)}, {rule}")
         if scale_dtype not in _SCALES_OF_FP8:
-            raise UserError(f"{name}{suffix} is {scale_dtype}; would work: {', '.join(_SCALES_OF_FP8)}")
+            raise UserError(
+                f"{name}{suffix} is {scale_dtype}; would work: {', '.join(_SCALES_OF_FP8)}"
+            )
         found[name] = QuantizedTensor(name, name + suffix, shape, sizes)
     return found
 
@@ -151,5 +166,7 @@ def _mxfp4_tensors(stored: Stored) -> dict[str, QuantizedTensor]:
                 f"{base}{_BLOCKS} is {list(blocks)} and {base}{_SCALES} is {list(scales)}, {rule}"
             )
         experts, outputs, groups = scales
-        found[base] = QuantizedTensor(base + _BLOCKS, base + _SCALES, (experts, groups * GROUP, outputs))
+        found[base] = QuantizedTensor(
+            base + _BLOCKS, base + _SCALES, (experts, groups * GROUP, outputs)
+        )
     return found

@@ -76,7 +76,9 @@ def rotation_of(found: Mapping[str, Any], theta: float) -> dict[str, Any]:
     name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
     parameters = found.get(name) or {}
     if not isinstance(parameters, dict):
-        raise UserError(f"config.json has {name} {json.dumps(parameters)}: must be an object or null")
+        raise UserError(
+            f"config.json has {name} {json.dumps(parameters)}: must be an object or null"
+        )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "dynamic":
         raise UserError(
@@ -124,5 +126,9 @@ def check_attention_factor(model: ModelConfig, rotation: Mapping[str, Any]) -> N
         stretch = 0.1 * math.log(rope.factor)
         mscale = (given * (stretch + 1) - 1) / stretch
         works = f"in its place mscale {mscale!r} and mscale_all_dim 1.0, which is the same rotation"
-    rule = f"the rotation is scaled by {rope.rotation_scale:.6g}, which follows from the other fields"
-    raise UserError(f"config.json has attention_factor {json.dumps(given)}: {rule}; would work: {works}")
+    rule = (
+        f"the rotation is scaled by {rope.rotation_scale:.6g}, which follows from the other fields"
+    )
+    raise UserError(
+        f"config.json has attention_factor {json.dumps(given)}: {rule}; would work: {works}"
+    )

@@ -91,7 +91,9 @@ def cast(source: WeightSource, dtype: torch.dtype | None) -> WeightSource:
         result = tensor.to(tensors[name].dtype)
         # The largest float16 is 65504; the other formats do not overflow in a sane model.
         if result.dtype == torch.float16 and result.isinf().sum() > tensor.isinf().sum():
-            raise UserError(f"{name} has values that float16 cannot hold; would work: bfloat16, float32")
+            raise UserError(
+                f"{name} has values that float16 cannot hold; would work: bfloat16, float32"
+            )
         return result
 
     return Changed(source, change, tensors)
@@ -162,7 +164,9 @@ def unfolded(source: WeightSource, model: ModelConfig) -> WeightSource:
 
 def _multiplied(source: WeightSource, factors: Mapping[str, float]) -> WeightSource:
     # A Python number multiplies in float32, and the result is rounded once.
-    return Changed(source, lambda name, tensor: tensor * factors[name] if name in factors else tensor)
+    return Changed(
+        source, lambda name, tensor: tensor * factors[name] if name in factors else tensor
+    )
 
 
 # -- targets ----
@@ -205,11 +209,15 @@ def _storage_errors(target: Path) -> Iterator[None]:
         chain = chain_of(error, suppressed=True)
         if any(isinstance(each, KeyboardInterrupt) for each in chain):
             raise KeyboardInterrupt from error
-        cause = next((each for each in chain if isinstance(each, OSError) and each.errno is not None), None)
+        cause = next(
+            (each for each in chain if isinstance(each, OSError) and each.errno is not None), None
+        )
         if cause is None:
             raise
         if cause.errno in DISK_FULL:
-            raise MachineError(f"{target}: the disk is full, or a quota is; nothing was written") from error
+            raise MachineError(
+                f"{target}: the disk is full, or a quota is; nothing was written"
+            ) from error
         # An error without a file name comes from the target.
         place = target if cause.filename is None else cause.filename
         raise UserError(f"{target}: cannot be written: {place}: {cause.strerror}") from error
@@ -229,7 +237,10 @@ def write_torch(source: WeightSource, file: Path, *, tied: bool) -> None:
     with ``set_crc32_options(False)``: torch.load ignores them, unzip complains.
     """
     with FakeTensorMode():
-        state = {name: torch.empty(facts.shape, dtype=facts.dtype) for name, facts in source.tensors.items()}
+        state = {
+            name: torch.empty(facts.shape, dtype=facts.dtype)
+            for name, facts in source.tensors.items()
+        }
     if tied:
         state[HEAD] = state[EMBEDDING]
     with file.open("wb") as stream, skip_data(materialize_fake_tensors=True):

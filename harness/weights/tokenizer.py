@@ -68,7 +68,9 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     if published is not None:
         copy_tokenizer(published, folder)
         return
-    build = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "tiktoken": _of_tiktoken}[config.kind]
+    build = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "tiktoken": _of_tiktoken}[
+        config.kind
+    ]
     export = build(config)
     if export.bos is not None:
         export.tokenizer.post_processor = processors.TemplateProcessing(
@@ -107,7 +109,9 @@ def _published(config: TokenizerConfig, ours: Tokenizer) -> TokenizerConfig | No
     if config.kind != "tiktoken":
         return config if config.kind == "huggingface" else None
     folder = config.file.parent
-    file = (folder.parent if folder.name == "original" else folder) / TOKENIZER  # original/ is Meta's
+    file = (
+        folder.parent if folder.name == "original" else folder
+    ) / TOKENIZER  # original/ is Meta's
     if not file.is_file():
         return None
     special = SETS[config.special]
@@ -178,13 +182,17 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     ours = SentencePieceTokenizer(config)
     proto = vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
     for reason in _unsupported_features(proto):
-        raise DataError(f"tokenizer file {config.file} {reason}, which tokenizer.json does not support")
+        raise DataError(
+            f"tokenizer file {config.file} {reason}, which tokenizer.json does not support"
+        )
     prefix = proto.normalizer_spec.add_dummy_prefix
     # If our encoding preserves U+2581, it must not replace a space here either: a space stays a space.
     space = " " if ours._space_mark_ids is not None and not prefix else _SPACE_MARK
     kinds = [piece.type for piece in proto.pieces]
     pieces = [
-        piece.piece.replace(_SPACE_MARK, space) if piece.type in (_NORMAL, _USER_DEFINED) else piece.piece
+        piece.piece.replace(_SPACE_MARK, space)
+        if piece.type in (_NORMAL, _USER_DEFINED)
+        else piece.piece
         for piece in proto.pieces
     ]
     # Only normal pieces take part in merges: others, such as <s>, are never merged from characters.
@@ -247,5 +255,8 @@ def _set_spaces(tokenizer: FastTokenizer, space: str, dummy_prefix: bool) -> Non
 
 def _add_tokens(tokenizer: FastTokenizer, special_of: Mapping[str, bool]) -> None:
     """Add tokens that are matched before all others; special tokens only if the caller enables it."""
-    added = [AddedToken(token, special=special, normalized=False) for token, special in special_of.items()]
+    added = [
+        AddedToken(token, special=special, normalized=False)
+        for token, special in special_of.items()
+    ]
     tokenizer.add_tokens(added)

@@ -26,7 +26,11 @@ class Run:
 
     def series(self, name: str) -> dict[int, float]:
         """A metric by step."""
-        return {row["step"]: row[name] for row in read_metrics(self.path / "metrics.jsonl") if name in row}
+        return {
+            row["step"]: row[name]
+            for row in read_metrics(self.path / "metrics.jsonl")
+            if name in row
+        }
 
     @property
     def losses(self) -> dict[int, float]:
@@ -42,7 +46,9 @@ class Run:
         return self.path / "checkpoints" / f"step-{step}"
 
     def superseded(self) -> list[str]:
-        return sorted(path.name for path in (self.path / "checkpoints" / "superseded" / "1").iterdir())
+        return sorted(
+            path.name for path in (self.path / "checkpoints" / "superseded" / "1").iterdir()
+        )
 
     def forget_the_end(self, *steps: int) -> None:
         """Make the run look as if killed before it wrote the checkpoints of ``steps``."""

@@ -29,7 +29,9 @@ class Counting(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["seen"] = state.get("seen", 0) + 1
-                state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 1 - first)
+                state.setdefault("mean", torch.zeros_like(parameter)).lerp_(
+                    parameter.grad, 1 - first
+                )
                 parameter.add_(state["mean"], alpha=-rate / state["seen"])
 
 
@@ -70,8 +72,12 @@ def listing(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
 
 OUTSIDE = {
     "counting": Kind("outside_optimizers:counting", ("mean",), has_betas=False, has_eps=False),
-    "hoarding": Kind("outside_optimizers:hoarding", ("momentum_buffer",), has_betas=False, has_eps=False),
-    "listing": Kind("outside_optimizers:listing", ("momentum_buffer",), has_betas=False, has_eps=False),
+    "hoarding": Kind(
+        "outside_optimizers:hoarding", ("momentum_buffer",), has_betas=False, has_eps=False
+    ),
+    "listing": Kind(
+        "outside_optimizers:listing", ("momentum_buffer",), has_betas=False, has_eps=False
+    ),
 }
 
 

@@ -69,7 +69,9 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     reason = trainer.train()
     tensors = {**model_state(engine), **optimizer_state(engine), "rng": rng_state(engine.device)}
     state = {name: _digest(getattr(t, "_local_tensor", t)) for name, t in tensors.items()}
-    return Outcome(reason, losses, norms, batches, state, trainer.resumed_from, messages, trainer.result())
+    return Outcome(
+        reason, losses, norms, batches, state, trainer.resumed_from, messages, trainer.result()
+    )
 
 
 def _digest(tensor: torch.Tensor) -> str:

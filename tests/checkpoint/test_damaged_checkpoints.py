@@ -80,9 +80,15 @@ CODE = "is not trusted: it names 'posix.mkdir', which no checkpoint needs; no co
 CHECKSUM_OF = r"__0_0\.distcp: bytes \d+ to \d+ do not have the.* checksum .*\(found by rank 0\)"
 UNFINISHED = r"it was not finished: there is no manifest\.json"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "data cut": (lambda step: cut(step / "__0_0.distcp"), r"__0_0.distcp has \d+ bytes instead of \d+"),
+    "data cut": (
+        lambda step: cut(step / "__0_0.distcp"),
+        r"__0_0.distcp has \d+ bytes instead of \d+",
+    ),
     "bit of the data": (lambda step: flip(step / "__0_0.distcp"), CHECKSUM_OF),
-    "bit of .metadata": (lambda step: flip(step / ".metadata"), r"\.metadata does not have the checksum"),
+    "bit of .metadata": (
+        lambda step: flip(step / ".metadata"),
+        r"\.metadata does not have the checksum",
+    ),
     ".metadata gone": (lambda step: (step / ".metadata").unlink(), r"\.metadata is missing"),
     "bit of the manifest": (flip_the_step, r"manifest\.json is damaged: .*checksum"),
     "manifest gone": (lambda step: (step / "manifest.json").unlink(), UNFINISHED),
@@ -120,7 +126,9 @@ def test_damage_costs_the_steps_since_the_checkpoint_before(
     assert not list(tmp_path.rglob("ran"))
 
 
-def test_damage_to_several_and_files_of_others(tmp_path: Path, finished: Callable[..., Run]) -> None:
+def test_damage_to_several_and_files_of_others(
+    tmp_path: Path, finished: Callable[..., Run]
+) -> None:
     run = finished(tmp_path, *OPTIONS)
     for name in ("step-best", "superseded"):
         (run.step(8).parent / name).mkdir()
@@ -136,7 +144,9 @@ def test_damage_to_several_and_files_of_others(tmp_path: Path, finished: Callabl
         flip(run.step(step) / "__0_0.distcp")
     (run.path / "result.json").unlink()
     said = failed(tmp_path, *OPTIONS)
-    assert re.search(r"no checkpoint can be used \(.*step-8.* .*step-2.* .*: checkpoint\.resume=false", said)
+    assert re.search(
+        r"no checkpoint can be used \(.*step-8.* .*step-2.* .*: checkpoint\.resume=false", said
+    )
 
 
 def test_forged_checkpoints_of_others(tmp_path: Path, finished: Callable[..., Run]) -> None:
@@ -179,7 +189,9 @@ INT8 = theirs.TensorProperties(torch.int8)
 
 
 def metadata(**fields: Any) -> theirs.Metadata:
-    entry = theirs.TensorStorageMetadata(theirs.TensorProperties(torch.bfloat16), torch.Size([4]), [WHOLE])
+    entry = theirs.TensorStorageMetadata(
+        theirs.TensorProperties(torch.bfloat16), torch.Size([4]), [WHOLE]
+    )
     place = _StorageInfo("__0_0.distcp", 3, 7)
     setattr(place, CHECKSUM, "abc")
     values = {
@@ -201,14 +213,14 @@ def test_metadata_is_read_as_torch_reads_it(protocol: int) -> None:
 
 def test_only_classes_of_metadata_are_made() -> None:
     """A pickle cannot set the state of a class either, only of objects."""
-    sets_a_class = (
-        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x01\x00\x00\x00aK\x01s\x86b."
-    )
+    sets_a_class = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x01\x00\x00\x00aK\x01s\x86b."
     with pytest.raises(DamagedCheckpoint):
         parse_metadata(sets_a_class)
     assert not hasattr(theirs.Metadata, "a")
     for name in ("builtins\neval", "torch\nload", "torch\nTensor", "os.path\njoin"):
-        with pytest.raises(DamagedCheckpoint, match=f"names '{name.replace(chr(10), '[.]')}', which no"):
+        with pytest.raises(
+            DamagedCheckpoint, match=f"names '{name.replace(chr(10), '[.]')}', which no"
+        ):
             parse_metadata(b"\x80\x02c" + name.encode() + b"\n.")
 
 
@@ -224,7 +236,11 @@ def stored_at(*place: Any) -> theirs.Metadata:
         (stored_at("../../other", 0, 1), "'../../other' is not a file in the"),
         (stored_at("a", -1, 1), "a position is negative"),
         (
-            metadata(state_dict_metadata={"w": theirs.TensorStorageMetadata(INT8, torch.Size([8]), [WHOLE])}),
+            metadata(
+                state_dict_metadata={
+                    "w": theirs.TensorStorageMetadata(INT8, torch.Size([8]), [WHOLE])
+                }
+            ),
             "the chunks of w do not add up to the tensor",
         ),
     ],

@@ -105,16 +105,36 @@ class Damaged(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-WINDOW = ("tokens_per_second", "tokens_per_second_median", "step_seconds_median", "step_seconds_spread")
+WINDOW = (
+    "tokens_per_second",
+    "tokens_per_second_median",
+    "step_seconds_median",
+    "step_seconds_spread",
+)
 RESULT = (
     {"id": JOB.id, "numerics_id": JOB.numerics_id, "name": JOB.name, "world_size": 1, "step": 4}
-    | {"exit_reason": "completed", "exit_code": 0, "start_step": 0, "tokens": 64, "loss": 2.5, "mfu": 0.1}
+    | {
+        "exit_reason": "completed",
+        "exit_code": 0,
+        "start_step": 0,
+        "tokens": 64,
+        "loss": 2.5,
+        "mfu": 0.1,
+    }
     | {"memory_gib": 1.0, "flops_per_token_full": 9, "peak_flops": 1e12}
     | {f"window.{name}": 0.5 for name in WINDOW}
     | {"error.kind": "bug", "error.message": "text", "error.rank": 0}
 )
 STATUS = {"state": "failed", "host": "h", "pid": 7, "pid_started": 8, "time": 1.5, "exit_code": 1}
-ERROR = {"time": 1.5, "rank": 0, "step": 1, "host": "h", "kind": "bug", "type": "E", "message": "m"} | {
+ERROR = {
+    "time": 1.5,
+    "rank": 0,
+    "step": 1,
+    "host": "h",
+    "kind": "bug",
+    "type": "E",
+    "message": "m",
+} | {
     "where": None,
     "exit_code": 1,
     "traceback": "t",
@@ -156,7 +176,9 @@ FILES = {
 }
 
 
-def paths_of(value: dict[str, Any], depth: int, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def paths_of(
+    value: dict[str, Any], depth: int, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     for key, inner in value.items():
         yield (*prefix, key)
         if isinstance(inner, dict) and depth > 1:
@@ -180,7 +202,9 @@ def changes(plain: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, 
 
 def write(run_dir: Path, name: str, content: dict[str, Any]) -> None:
     (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-    (run_dir / name).write_bytes(encode_manifest(content) if name == MANIFEST else dumps(content).encode())
+    (run_dir / name).write_bytes(
+        encode_manifest(content) if name == MANIFEST else dumps(content).encode()
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -219,7 +243,10 @@ def as_a_folder(manifest: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda manifest: manifest.write_bytes(b'{"format": 1}'), "damaged: it does not have the checksum"),
+        (
+            lambda manifest: manifest.write_bytes(b'{"format": 1}'),
+            "damaged: it does not have the checksum",
+        ),
         (
             lambda manifest: manifest.write_bytes(encode_manifest({})),
             "damaged: manifest.step is None, not of",
@@ -229,7 +256,9 @@ def as_a_folder(manifest: Path) -> None:
     ],
     ids=range(4),
 )
-def test_the_checkpoint_before_is_used(damage: Callable[[Path], Any], says: str, tmp_path: Path) -> None:
+def test_the_checkpoint_before_is_used(
+    damage: Callable[[Path], Any], says: str, tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path, 2, encode_manifest(manifest_of(2)))
     damage(write_checkpoint(tmp_path, 3, b"") / "manifest.json")
     start = find_start(JOB, tmp_path)

@@ -53,7 +53,11 @@ def reference_of(job: Job) -> Any:
 
 
 def biases_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {
+        name: bias
+        for name, bias in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
 
 
 def loss_of(model: torch.nn.Module, job: Job) -> float:
@@ -70,7 +74,12 @@ STARTED = {
     "dense": ("parallelism=fsdp", "parallelism.dp_shard=3", "training.global_batch_size=6", *STILL),
     # Ranks read their experts or shards of them, from one stacked tensor.
     "gpt_oss": (
-        *("model=gpt_oss_debug", "parallelism=fsdp_tp", "parallelism.dp_shard=2", "parallelism.ep=2"),
+        *(
+            "model=gpt_oss_debug",
+            "parallelism=fsdp_tp",
+            "parallelism.dp_shard=2",
+            "parallelism.ep=2",
+        ),
         *("parallelism.expert_tensor_parallel=true", *STILL),
     ),
     # From one tensor per expert; balancing biases too, on several stages.
@@ -88,7 +97,9 @@ def test_training_starts_and_ends_in_safetensors(pool: RankPool, tmp_path: Path,
     reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     for outcome in run(pool, job, tmp_path / "run"):
         assert outcome.losses[1] == pytest.approx(loss_of(reference, job), rel=1e-5)
-    require_same(AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-2"), reference, job)
+    require_same(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-2"), reference, job
+    )
 
 
 def require_same(ended: torch.nn.Module, reference: torch.nn.Module, job: Job) -> None:
@@ -103,14 +114,19 @@ def require_same(ended: torch.nn.Module, reference: torch.nn.Module, job: Job) -
 def test_non_finite_initial_values_are_reported(pool: RankPool, tmp_path: Path) -> None:
     """The rank with the non-finite values is not the one that prints."""
     common = (*FSDP2, "debug.non_finite=skip")
-    first, second = job_of(tmp_path, *common, source="hf"), job_of(tmp_path, *common, source="first")
+    first, second = (
+        job_of(tmp_path, *common, source="hf"),
+        job_of(tmp_path, *common, source="first"),
+    )
     reference = reference_of(first)
     with torch.no_grad():
         reference.model.embed_tokens.weight[VOCAB - 1, -1] = torch.nan
     reference.save_pretrained(tmp_path / "hf")
     for name, job in (("first", first), ("second", second)):
         warning = "WARNING 1 of 39 tensors hold NaN or infinite values: tok_embeddings.weight; "
-        assert f"{warning}they were loaded as they are" in run(pool, job, tmp_path / name)[0].messages
+        assert (
+            f"{warning}they were loaded as they are" in run(pool, job, tmp_path / name)[0].messages
+        )
 
 
 def test_what_was_trained_in_float8_is_exported(pool: RankPool, tmp_path: Path) -> None:
@@ -133,7 +149,12 @@ def test_what_was_trained_in_float8_is_exported(pool: RankPool, tmp_path: Path) 
 
 def test_training_starts_from_quantized_weights(pool: RankPool, tmp_path: Path) -> None:
     """Ranks read parts of blocks: shards by FSDP and expert parallelism."""
-    layout = ("model=deepseek_v3_debug", "parallelism=fsdp", "parallelism.dp_shard=4", "parallelism.ep=2")
+    layout = (
+        "model=deepseek_v3_debug",
+        "parallelism=fsdp",
+        "parallelism.dp_shard=4",
+        "parallelism.ep=2",
+    )
     job = job_of(tmp_path, *layout, source="hf")
     reference = reference_of(job)
     reference.save_pretrained(tmp_path / "hf")
@@ -156,7 +177,9 @@ def test_training_starts_from_quantized_weights(pool: RankPool, tmp_path: Path) 
 
 
 def test_export_dtype_and_tied_embeddings(pool: RankPool, tmp_path: Path) -> None:
-    job = job_of(tmp_path, *FSDP2, "model.tied_embeddings=true", *ENDS, "checkpoint.export_dtype=bfloat16")
+    job = job_of(
+        tmp_path, *FSDP2, "model.tied_embeddings=true", *ENDS, "checkpoint.export_dtype=bfloat16"
+    )
     run(pool, job, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "step-2"
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True

@@ -31,7 +31,9 @@ PLAIN = "metrics.console=plain"
 @pytest.mark.parametrize(
     ("mode", "keep", "kept"), [("sync", 0, [1, 3, 6, 8]), ("sync", 3, [3, 6, 8]), ("async", 1, [8])]
 )
-def test_when_checkpoints_are_written_and_kept(tmp_path: Path, mode: str, keep: int, kept: list[int]) -> None:
+def test_when_checkpoints_are_written_and_kept(
+    tmp_path: Path, mode: str, keep: int, kept: list[int]
+) -> None:
     often = ("checkpoint.interval=3", "checkpoint.enable_first_step_checkpoint=true")
     run = start(tmp_path, f"checkpoint={mode}", *often, f"checkpoint.keep_latest_k={keep}")
     assert run.checkpoints.steps() == kept
@@ -81,7 +83,9 @@ def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     shared = CheckpointFolder(str(tmp_path / "shared"))
     options = (f"checkpoint.folder={shared.path}", EVERY_4)
     start(tmp_path, *options, "checkpoint.last_save_model_only=true")
-    run = start(tmp_path, *options, "training.steps=12", "checkpoint.allow_changed=[training.steps]")
+    run = start(
+        tmp_path, *options, "training.steps=12", "checkpoint.allow_changed=[training.steps]"
+    )
     assert run.start_step == 4
     complete = [(each.step, each.holds) for each in shared.complete()[0]]
     assert complete == [(12, "full"), (8, "full"), (4, "full")]
@@ -148,7 +152,9 @@ def test_fsspec_urls(tmp_path: Path) -> None:
 # -- saves that fail ----
 
 
-def test_failed_saves_by_policy(tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_saves_by_policy(
+    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A temporarily full disk costs one checkpoint, a permanently full one the run; earlier ones stay."""
 
     class Full(save.Writer):
@@ -169,7 +175,10 @@ def test_failed_saves_by_policy(tmp_path: Path, finished: Finished, monkeypatch:
             said = failed(tmp_path / "strict" / mode, *strict, code=EXIT_MACHINE)
         assert run.checkpoints.steps() == [2, 6, 8] and run.losses == whole
         assert (run.row["checkpoint.saves"], run.row["checkpoint.failed"]) == (3, 1)
-        assert "checkpoint of step 4 could not be written" in said and "No space left on device" in said
+        assert (
+            "checkpoint of step 4 could not be written" in said
+            and "No space left on device" in said
+        )
         run = start(tmp_path / "strict" / mode, *options)
         assert run.start_step == 2 and run.losses == whole
     Full.steps = (8,)
@@ -200,12 +209,26 @@ def no_room(*_: Any, **__: Any) -> None:
     ("part", "instead", "mode", "code", "kind", "says"),
     [
         ("Writer", Elsewhere, "sync", EXIT_MACHINE, "machine", "__0_0.distcp is missing"),
-        ("DefaultStager._stage", no_room, "async", EXIT_MACHINE, "out_of_memory", "no room for the copy"),
+        (
+            "DefaultStager._stage",
+            no_room,
+            "async",
+            EXIT_MACHINE,
+            "out_of_memory",
+            "no room for the copy",
+        ),
         ("Writer", Broken, "sync", EXIT_BUG, "bug", "a bug"),
     ],
 )
 def test_saves_that_end_the_run(
-    part: str, instead: Any, mode: str, code: int, kind: str, says: str, tmp_path: Path, monkeypatch: Any
+    part: str,
+    instead: Any,
+    mode: str,
+    code: int,
+    kind: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(f"harness.checkpoint.save.{part}", instead)
     run = start(tmp_path, f"checkpoint={mode}", EVERY_2, "checkpoint.max_failed_saves=0", code=code)
@@ -239,7 +262,10 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path, finished: Finished) -
     run = finished(tmp_path, EVERY_4)
     whole = run.losses
     run.forget_the_end(8)
-    options = ("checkpoint.interval=1", "checkpoint.exclude_from_loading=[data_loader,lr_scheduler]")
+    options = (
+        "checkpoint.interval=1",
+        "checkpoint.exclude_from_loading=[data_loader,lr_scheduler]",
+    )
     run = start(tmp_path, *options)
     changed, rates = run.losses, run.series("lr")
     assert {s: changed[s] for s in range(1, 5)} == {s: whole[s] for s in range(1, 5)}
@@ -252,7 +278,9 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path, finished: Finished) -
     assert start(tmp_path, *options).losses == changed
 
 
-def test_sizes_follow_the_step_where_the_data_begins_again(tmp_path: Path, finished: Finished) -> None:
+def test_sizes_follow_the_step_where_the_data_begins_again(
+    tmp_path: Path, finished: Finished
+) -> None:
     options = (
         EVERY_4,
         "schedule.batch_size=[{until_step:3,sequences:4},{until_step:6,sequences:6}]",
@@ -290,7 +318,9 @@ def test_seed_checkpoint(tmp_path: Path, finished: Finished) -> None:
     run = start(tmp_path)
     assert run.row["resumed_from"] == str(seed.step(0)) and run.losses == plain.losses
     path = f"checkpoint.initial_load_path={seed.step(0)}"
-    other, drawn = (start(tmp_path / str(len(typed)), "training.seed=1", *typed) for typed in ([path], []))
+    other, drawn = (
+        start(tmp_path / str(len(typed)), "training.seed=1", *typed) for typed in ([path], [])
+    )
     assert other.losses[1] != drawn.losses[1]
     # It is not written over a run.
     assert "is already at step 8;" in failed(tmp_path, "checkpoint.create_seed_checkpoint=true")
@@ -318,7 +348,9 @@ def test_initial_load_of_weights_and_of_everything(tmp_path: Path, finished: Fin
     assert again.row["resumed_from"] == str(again.step(8))
 
 
-def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path, finished: Finished) -> None:
+def test_a_run_goes_on_from_another_layout_of_the_same_experiment(
+    tmp_path: Path, finished: Finished
+) -> None:
     first = finished(tmp_path, EVERY_4)
     whole = first.losses
     # Other executions of the same numerics. No other run resumes from a completed one, a result of its own.
@@ -334,7 +366,9 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path
 # -- other jobs ----
 
 
-def test_notes_say_how_to_go_on_from_an_earlier_run(tmp_path: Path, finished: Finished, capsys: Any) -> None:
+def test_notes_say_how_to_go_on_from_an_earlier_run(
+    tmp_path: Path, finished: Finished, capsys: Any
+) -> None:
     first = finished(tmp_path)
     assert start(tmp_path, "training.steps=10", PLAIN).start_step == 0
     said = capsys.readouterr().out
@@ -354,7 +388,9 @@ def test_a_longer_run_of_the_same_curve_goes_on_without_permission(tmp_path: Pat
     curve = ("schedule.total_steps=8", EVERY_2)
     long = start(tmp_path / "long", *curve)
     short = start(tmp_path / "short", *curve, "training.steps=4")
-    again = start(tmp_path / "again", *curve, f"checkpoint.initial_load_path={short.step(4)}", WHOLE)
+    again = start(
+        tmp_path / "again", *curve, f"checkpoint.initial_load_path={short.step(4)}", WHOLE
+    )
     assert again.losses == {step: loss for step, loss in long.losses.items() if step > 4}
 
 

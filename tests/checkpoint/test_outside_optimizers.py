@@ -38,10 +38,14 @@ def test_numbers_in_groups_are_resumed(pool: RankPool, tmp_path: Path, layout: s
         assert after.losses == {step: loss for step, loss in whole.losses.items() if step > 3}
         assert after.state == whole.state
         for key in ("step", "estimate", "scale"):
-            assert any(name.startswith("optimizer.group.") and name.endswith(key) for name in after.state)
+            assert any(
+                name.startswith("optimizer.group.") and name.endswith(key) for name in after.state
+            )
 
 
-@pytest.mark.parametrize("kind, text", [("hoarding", "keeps 'last'"), ("listing", "keeps history=list")])
+@pytest.mark.parametrize(
+    "kind, text", [("hoarding", "keeps 'last'"), ("listing", "keeps history=list")]
+)
 def test_what_a_checkpoint_would_lose_is_refused_after_the_first_update(
     pool: RankPool, tmp_path: Path, kind: str, text: str
 ) -> None:

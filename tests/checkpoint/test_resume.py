@@ -47,7 +47,12 @@ LAYOUTS = {
     # A replica that sends no piece of a matrix has its momentum all the same: checkpoints may take it there.
     "hsdp_muon": ["parallelism=hsdp", "optimizer=muon"],
     "fsdp_tp_8bit": [
-        *("parallelism=fsdp_tp", "model.dim=256", "model.ffn_hidden_dim=512", "optimizer.state_dtype=8bit")
+        *(
+            "parallelism=fsdp_tp",
+            "model.dim=256",
+            "model.ffn_hidden_dim=512",
+            "optimizer.state_dtype=8bit",
+        )
     ],
     "full_bf16": ["parallelism=tp", "parallelism.tp=2", "precision=bf16_full", "checkpoint=async"],
 }
@@ -63,7 +68,11 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
     first = run(pool, tmp_path / "stopped", *LAYOUTS[layout], *validating, stop=STOP)
     folder = tmp_path / "stopped" / "checkpoints" / f"step-{STOP}"
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["step"], manifest["holds"], manifest["world_size"]) == (STOP, "full", len(first))
+    assert (manifest["step"], manifest["holds"], manifest["world_size"]) == (
+        STOP,
+        "full",
+        len(first),
+    )
     assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
     numerics = job_of(tmp_path, *LAYOUTS[layout], *validating).numerics_id
     assert Job.from_json(json.dumps(manifest["job"])).numerics_id == numerics
@@ -78,7 +87,11 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
         assert after.facts["tokens"] == whole.facts["tokens"] == STEPS * 8 * 32
     names = {name for outcome in second for name in outcome.state}
     state = "momentum_buffer" if "muon" in layout else "exp_avg_sq"
-    assert {"output.weight", f"optimizer.state.layers.1.attention.wo.weight.{state}", "rng"} <= names
+    assert {
+        "output.weight",
+        f"optimizer.state.layers.1.attention.wo.weight.{state}",
+        "rng",
+    } <= names
 
 
 SCHEDULE = (
@@ -91,14 +104,18 @@ TRAINED = Sizes(8, 32, [(3, 4), (6, 6)], [(2, 8), (5, 16)]).tokens(9)
 
 def test_every_phase_of_scheduled_sizes_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
     """Trap 13: a second resume must not start the data over."""
-    straight = run(pool, tmp_path / "straight", *SCHEDULE, "parallelism=fsdp", "checkpoint=disabled")
+    straight = run(
+        pool, tmp_path / "straight", *SCHEDULE, "parallelism=fsdp", "checkpoint=disabled"
+    )
     # Validation has full length, whatever the length of the step before.
     stopped = (*SCHEDULE, "parallelism=fsdp", "validation.interval=1", "validation.steps=1")
     parts = [run(pool, tmp_path / "stopped", *stopped, stop=stop) for stop in (1, 2, 4, 5, 8, None)]
     for rank, whole in enumerate(straight):
         assert sum(len(part[rank].batches) for part in parts) == len(whole.batches)
         for of in ("losses", "norms", "batches"):
-            assert {k: v for part in parts for k, v in getattr(part[rank], of).items()} == getattr(whole, of)
+            assert {k: v for part in parts for k, v in getattr(part[rank], of).items()} == getattr(
+                whole, of
+            )
         assert parts[-1][rank].state == whole.state
         assert parts[-1][rank].facts["tokens"] == whole.facts["tokens"] == TRAINED
 
@@ -120,8 +137,15 @@ runpy.run_module("harness.train", run_name="__main__", alter_sys=True)
 """
 
 
-def test_killed_inside_a_save_and_resumed_is_the_run_that_was_left_alone(tmp_path: Path, capsys: Any) -> None:
-    typed = ("model.n_layers=1", "checkpoint.interval=2", "metrics.console=plain", "training.steps=8")
+def test_killed_inside_a_save_and_resumed_is_the_run_that_was_left_alone(
+    tmp_path: Path, capsys: Any
+) -> None:
+    typed = (
+        "model.n_layers=1",
+        "checkpoint.interval=2",
+        "metrics.console=plain",
+        "training.steps=8",
+    )
     whole = start(tmp_path / "whole", *typed)
     job = compose_job([*SMALL, *typed, f"runs_dir={tmp_path}"])
     done = python("-c", KILLED, *SMALL, *typed, f"runs_dir={tmp_path}")
@@ -189,7 +213,9 @@ def test_resuming_on_another_layout_goes_on_with_the_same_curve(
             assert step == number + 1
             assert loss == pytest.approx(whole.losses[step], rel=TOLERANCE), layout
     assert outcome.facts["tokens"] == whole.facts["tokens"]
-    biases = {tensor: digest for tensor, digest in whole.state.items() if tensor.endswith("balance_bias")}
+    biases = {
+        tensor: digest for tensor, digest in whole.state.items() if tensor.endswith("balance_bias")
+    }
     assert len(biases) == (3 if name == "experts" else 0)
     assert biases.items() <= outcome.state.items()
 
@@ -200,7 +226,12 @@ def test_streams_go_on_where_they_were(pool: RankPool, tmp_path: Path) -> None:
     documents = [{"text": f"{number} " * (number % 17 + 3)} for number in range(400)]
     lines = "".join(json.dumps(document) + "\n" for document in documents)
     (tmp_path / "corpus" / "a.jsonl").write_text(lines)
-    stream = ("data=c4", f"data.dataset={tmp_path / 'corpus'}", "data.subset=null", "model.vocab_size=258")
+    stream = (
+        "data=c4",
+        f"data.dataset={tmp_path / 'corpus'}",
+        "data.subset=null",
+        "model.vocab_size=258",
+    )
     common = (*stream, "data.mask_fraction=0")
     [whole] = run(pool, tmp_path / "whole", *common, "data.workers=0", "checkpoint=disabled")
     common = (*common, f"checkpoint.folder={tmp_path / 'shared'}")

@@ -52,7 +52,12 @@ def test_every_verb_is_in_the_table() -> None:
     [
         ("", 0, "working in here\nchild\nresult of here\n", ""),
         ("--json", 0, JSON, "working in here\nchild\n"),
-        ("--fails", EXIT_MACHINE, "working in here\nchild\nresult of here\n", "error: the disk is full\n"),
+        (
+            "--fails",
+            EXIT_MACHINE,
+            "working in here\nchild\nresult of here\n",
+            "error: the disk is full\n",
+        ),
         ("--fails --json", EXIT_MACHINE, JSON, "working in here\nchild\nerror: the disk is full\n"),
     ],
 )
@@ -68,7 +73,9 @@ def test_a_result(
     assert run(monkeypatch, capfd, "here", *flags.split()) == (code, out, err)
 
 
-def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = run(monkeypatch, capfd, "--help")
     assert code == 0 and f"\n{HELP}\n" in out
     assert all(flag in out for flag in ("--fails", "--json", "--version", "folder"))
@@ -77,6 +84,8 @@ def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 
 def test_flags_and_overrides_in_any_order() -> None:
-    line = VERBS["plan"].parse(["a=1", "--cfg", "job", "~b", "-p=model", "+c=-1", "d=--x", "--json"])
+    line = VERBS["plan"].parse(
+        ["a=1", "--cfg", "job", "~b", "-p=model", "+c=-1", "d=--x", "--json"]
+    )
     assert (line.cfg, line.package, line.json) == ("job", "model", True)
     assert line.overrides == ["a=1", "~b", "+c=-1", "d=--x"]

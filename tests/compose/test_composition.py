@@ -61,7 +61,9 @@ def by_hydra(primary: str, typed: list[str]) -> Any:
     rest = ",".join(folder for folder in folders if folder != main)
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(main, version_base="1.3"):
-        return OmegaConf.to_container(hydra.compose(primary, [f"hydra.searchpath=[{rest}]", *typed]))
+        return OmegaConf.to_container(
+            hydra.compose(primary, [f"hydra.searchpath=[{rest}]", *typed])
+        )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("primary", "typed"),
     [
-        ("train", "model=deep precision=bf16 parallelism=tp optimizer.lr=1 training.steps='7' name=3"),
+        (
+            "train",
+            "model=deep precision=bf16 parallelism=tp optimizer.lr=1 training.steps='7' name=3",
+        ),
         ("train", "experiment=own metrics.console=off"),
         ("parity", "experiment=own data=synth model.n_layers=7"),
         ("train", "experiment=sub/below model=deep"),
@@ -94,18 +99,29 @@ def test_files_and_values(primary: str, typed: str, own: Path) -> None:
 @pytest.mark.parametrize("rest", [[], ["experiment=quickstart"]])
 def test_options_of_all_groups_together(primary: str, rest: list[str]) -> None:
     """Option n of every group."""
-    chosen = {group: options_of(group) for group in groups() if group not in ("experiment", "sweep")}
+    chosen = {
+        group: options_of(group) for group in groups() if group not in ("experiment", "sweep")
+    }
     composer = Composer(primary, SCHEMAS[primary])
     for number in range(2):
         options = [(group, names[number % len(names)]) for group, names in chosen.items()]
-        typed = [f"{group}='{name}'" if name == "nan" else f"{group}={name}" for group, name in options]
-        assert repr(composer.config([*rest, *typed])) == repr(by_hydra(primary, [*rest, *typed])), typed
+        typed = [
+            f"{group}='{name}'" if name == "nan" else f"{group}={name}" for group, name in options
+        ]
+        assert repr(composer.config([*rest, *typed])) == repr(by_hydra(primary, [*rest, *typed])), (
+            typed
+        )
 
 
 def test_points_are_what_composing_each_of_them_gives() -> None:
     typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "+user.a=x"]
     # Set groups by option and by value, with experiments that set fields of other groups.
-    mixed = ["precision=bf16,fp32", "cluster=slurm_h100,local", "experiment=quickstart", "compile=on"]
+    mixed = [
+        "precision=bf16,fp32",
+        "cluster=slurm_h100,local",
+        "experiment=quickstart",
+        "compile=on",
+    ]
     twice = ["data=python_stdlib", "data=synthetic", "training.seed=1,2"]
     points = [*compose_points(typed), *compose_points(twice), *compose_points(mixed)]
     assert len(points) == 10 and any(point.job is not None for point in points)
@@ -125,12 +141,22 @@ def test_a_value_has_an_effect_in_some_point_of_a_sweep() -> None:
         assert all(point.reason.startswith(f"{unused}: has no effect with ") for point in points)
 
 
-@pytest.mark.parametrize("text", ["12.10", "12e4567", "1e-4", "1_000", "+5", "true", "NaN", "a:1.10"])
+@pytest.mark.parametrize(
+    "text", ["12.10", "12e4567", "1e-4", "1_000", "+5", "true", "NaN", "a:1.10"]
+)
 def test_a_text_is_what_was_typed(text: str) -> None:
-    typed = [f"name={text}", f"tags=[{text}, {text}]", "cluster=slurm", f"cluster.env={{A: {text},B:x}}"]
+    typed = [
+        f"name={text}",
+        f"tags=[{text}, {text}]",
+        "cluster=slurm",
+        f"cluster.env={{A: {text},B:x}}",
+    ]
     made = compose_job(typed)
     assert (made.name, made.tags, made.cluster.env) == (text, [text, text], {"A": text, "B": "x"})
-    assert [point.job.name for point in compose_points([f"name={text},{text}b"])] == [text, f"{text}b"]
+    assert [point.job.name for point in compose_points([f"name={text},{text}b"])] == [
+        text,
+        f"{text}b",
+    ]
 
 
 def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
@@ -166,7 +192,9 @@ def seeds_of(axis: str) -> list[int]:
 
 
 def test_functions_of_options_and_order() -> None:
-    jobs = [each.job for each in compose_points([*COMMON, "precision=glob([bf16*,fp32],exclude=*full)"])]
+    jobs = [
+        each.job for each in compose_points([*COMMON, "precision=glob([bf16*,fp32],exclude=*full)"])
+    ]
     assert [each.precision.param_dtype for each in jobs] == ["bfloat16", "float32"]
     assert {each.precision.master_dtype for each in jobs} == {"float32"}
     assert sorted(seeds_of("training.seed=shuffle(range(1,9))")) == list(range(1, 9))
@@ -174,6 +202,10 @@ def test_functions_of_options_and_order() -> None:
 
 @pytest.mark.parametrize("params", ["3", "[1]", "{points: 3}", "{points: null}"])
 def test_no_axes_in_a_file(params: str, tmp_path: Path) -> None:
-    written(tmp_path, {"sweep/own": f"# @package _global_\nhydra: {{sweeper: {{params: {params}}}}}\n"})
-    with pytest.raises(UserError, match=r"^hydra\.sweeper\.params=.*: must be a mapping of axes, and points"):
+    written(
+        tmp_path, {"sweep/own": f"# @package _global_\nhydra: {{sweeper: {{params: {params}}}}}\n"}
+    )
+    with pytest.raises(
+        UserError, match=r"^hydra\.sweeper\.params=.*: must be a mapping of axes, and points"
+    ):
         compose_points([f"hydra.searchpath=[{tmp_path}]", "sweep=own", *COMMON])

@@ -24,12 +24,17 @@ def test_a_screen(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     lines = shown(capsys, verb).splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 110
     assert lines[0].startswith(f"usage: harness {verb} [GROUP=OPTION ...] [FIELD=VALUE ...]")
-    assert any(line.startswith("  -cd") and " FOLDER " in line for line in lines)  # Python 3.13 names it once
+    assert any(
+        line.startswith("  -cd") and " FOLDER " in line for line in lines
+    )  # Python 3.13 names it once
 
 
 def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
     group = shown(capsys, "train", "precision")
-    assert "\n  bf16               Compute in bfloat16; parameters and reductions in float32.\n" in group
+    assert (
+        "\n  bf16               Compute in bfloat16; parameters and reductions in float32.\n"
+        in group
+    )
     assert "\nprecision.linear=none\n" in group
     assert shown(capsys, "train", "training.max_norm", "training.max_norm=4") == (
         "training.max_norm=4.0\n"
@@ -45,7 +50,8 @@ def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_without_docstrings(arguments: str) -> None:
     command = ["-m", "harness", *arguments.split()]
     plain, stripped = (
-        subprocess.check_output([sys.executable, *flags, *command], text=True) for flags in ([], ["-OO"])
+        subprocess.check_output([sys.executable, *flags, *command], text=True)
+        for flags in ([], ["-OO"])
     )
     assert plain == stripped
 

@@ -14,7 +14,14 @@ from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.model.accounting import account
 
-FAMILIES = ("deepseek_v3_671b", "gpt_oss_20b", "llama4_maverick", "qwen3_0p6b", "llama3_8b", "mixtral_debug")
+FAMILIES = (
+    "deepseek_v3_671b",
+    "gpt_oss_20b",
+    "llama4_maverick",
+    "qwen3_0p6b",
+    "llama3_8b",
+    "mixtral_debug",
+)
 BIG = ("data=synthetic", "tokenizer=none", "cluster.device=cpu")
 
 
@@ -27,7 +34,10 @@ def dense_parameters(model: ModelConfig) -> int:
 
 def test_counts_are_those_of_the_tensors() -> None:
     families = [compose_job([*BIG, f"model={name}"]).model for name in FAMILIES]
-    for model in (*families, *(replace(model, n_layers=1) for model in families if not model.moe.enabled)):
+    for model in (
+        *families,
+        *(replace(model, n_layers=1) for model in families if not model.moe.enabled),
+    ):
         counted = account(model, 128)
         tables = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim
         assert count(model, "all") == counted.parameters
@@ -37,7 +47,12 @@ def test_counts_are_those_of_the_tensors() -> None:
 
 def test_a_flux_keeps_its_proportions() -> None:
     """Its blocks are of two kinds, of different sizes."""
-    typed = ("model=flux_schnell", "data=latents_synthetic", "training.seq_len=512", "cluster.device=cpu")
+    typed = (
+        "model=flux_schnell",
+        "data=latents_synthetic",
+        "training.seq_len=512",
+        "cluster.device=cpu",
+    )
     own = compose_job([*typed]).model
     assert count(own, "all") == account(own, 512).parameters == 11_891_178_560
     made = compose_job([*typed, "scale.parameters=1B"]).model
@@ -51,7 +66,11 @@ def test_sizes_of_a_family_keep_its_proportions() -> None:
     own = composer.job([*BIG, "model=llama3_8b"]).model
     for wanted in (3e8, 7e10):
         model = composer.job([*BIG, "model=llama3_8b", f"scale.parameters={wanted}"]).model
-        assert count(model, "non_embedding") == dense_parameters(model) == pytest.approx(wanted, rel=0.1)
+        assert (
+            count(model, "non_embedding")
+            == dense_parameters(model)
+            == pytest.approx(wanted, rel=0.1)
+        )
         assert model.head_width == own.head_width == 128
         assert model.n_heads / model.n_kv_heads == 4 and model.dim == 128 * model.n_heads
         assert model.ffn_hidden_dim == 3.5 * model.dim
@@ -70,7 +89,12 @@ def model_of_70b(composer: Composer) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("model", "wanted"),
-    [("deepseek_v3_671b", 20e9), ("gpt_oss_20b", 2e9), ("llama4_maverick", 40e9), ("qwen3_0p6b", 5e7)],
+    [
+        ("deepseek_v3_671b", 20e9),
+        ("gpt_oss_20b", 2e9),
+        ("llama4_maverick", 40e9),
+        ("qwen3_0p6b", 5e7),
+    ],
 )
 def test_other_kinds_of_blocks_are_resized_to_valid_models(model: str, wanted: float) -> None:
     own = compose_job([*BIG, f"model={model}"]).model
@@ -98,17 +122,27 @@ def test_a_scaled_job_is_the_job_with_its_fields_typed() -> None:
     assert scaled.schedule.warmup_steps == round(0.1 * scaled.steps)
     by_hand = compose_job(
         [
-            *("model=llama3_debug", *BIG, f"model.dim={model.dim}", f"model.n_layers={model.n_layers}"),
+            *(
+                "model=llama3_debug",
+                *BIG,
+                f"model.dim={model.dim}",
+                f"model.n_layers={model.n_layers}",
+            ),
             *(f"model.n_heads={model.n_heads}", f"model.n_kv_heads={model.n_kv_heads}"),
             *(f"model.ffn_hidden_dim={model.ffn_hidden_dim}", f"training.tokens={tokens}"),
-            *(f"optimizer.lr={scaled.optimizer.lr}", f"schedule.warmup_steps={scaled.schedule.warmup_steps}"),
+            *(
+                f"optimizer.lr={scaled.optimizer.lr}",
+                f"schedule.warmup_steps={scaled.schedule.warmup_steps}",
+            ),
         ]
     )
     assert by_hand == scaled and by_hand.id == scaled.id
 
 
 def compute(job: Job) -> float:
-    return account(job.model, job.training.seq_len).flops_per_token_full * job.sizes.tokens(job.steps)
+    return account(job.model, job.training.seq_len).flops_per_token_full * job.sizes.tokens(
+        job.steps
+    )
 
 
 def test_isoflop_points_have_the_compute_and_straddle_the_tokens_per_parameter() -> None:

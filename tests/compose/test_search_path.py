@@ -46,7 +46,10 @@ def test_own_primary_config_with_its_own_group(own: Path) -> None:
     typed = [f"hydra.searchpath=[{own}]", *VALID]
     job = compose_job([*typed, "ablation=a"], config_name="own_train")
     assert (job.model.n_layers, job.training.steps, job.training.seed) == (5, 9, 77)
-    assert compose_job([*typed, "ablation=b", "model=mine"], config_name="own_train").optimizer.lr == 0.25
+    assert (
+        compose_job([*typed, "ablation=b", "model=mine"], config_name="own_train").optimizer.lr
+        == 0.25
+    )
     points = compose_points([*typed, "sweep=seeds"], config_name="own_train")
     assert [point.job.training.seed for point in points] == [5, 6]
 
@@ -54,8 +57,14 @@ def test_own_primary_config_with_its_own_group(own: Path) -> None:
 def test_the_first_folder_with_a_name_is_used(own: Path, tmp_path: Path) -> None:
     """conf/ comes first, then --config-dir, then the search path, in its order."""
     other = written(tmp_path, {"model/mine": "defaults: [llama3_tiny, _self_]\nn_layers: 7\n"})
-    for path, flags, layers in ((f"{other},{own}", [], 7), (f"{own},{other}", [], 3), (other, [str(own)], 3)):
-        with search_path([f"hydra.searchpath=[{path}]", "model=mine"], "train", folders=flags) as typed:
+    for path, flags, layers in (
+        (f"{other},{own}", [], 7),
+        (f"{own},{other}", [], 3),
+        (other, [str(own)], 3),
+    ):
+        with search_path(
+            [f"hydra.searchpath=[{path}]", "model=mine"], "train", folders=flags
+        ) as typed:
             assert compose_job([*typed, *VALID]).model.n_layers == layers
 
 
@@ -76,7 +85,9 @@ def test_a_primary_config_names_its_search_path(
         compose_job([*typed, *VALID], config_name="from_primary")
 
 
-def test_folder_of_a_package_that_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_a_package_that_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "my_models_package"
     written(package / "conf", TEXTS)
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -112,7 +123,10 @@ def test_options_are_listed_and_checked(own: Path) -> None:
         ("model=mime", r"^model=mime: no such option; did you mean mine\?"),
         ("ablation=c", "^ablation=c: no such option; options: a, b"),
         ("ablatoin=a", r"^ablatoin=a: no such field; did you mean ablation\?"),
-        ("ablation=a", r"^ablation: the primary config does not list this group; would work: \+ablation=a"),
+        (
+            "ablation=a",
+            r"^ablation: the primary config does not list this group; would work: \+ablation=a",
+        ),
         ("+model=mine", "^\\+model=mine: a group is chosen without"),
     ):
         with pytest.raises(UserError, match=message):
@@ -122,7 +136,9 @@ def test_options_are_listed_and_checked(own: Path) -> None:
 
 
 def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path: Path) -> None:
-    written(tmp_path, {"experiment/late": "# @package _global_\nhydra:\n  searchpath: [file://x]\n"})
+    written(
+        tmp_path, {"experiment/late": "# @package _global_\nhydra:\n  searchpath: [file://x]\n"}
+    )
     with pytest.raises(UserError, match="searchpath is only supported from the primary config"):
         compose_job([f"hydra.searchpath=[{tmp_path}]", "experiment=late"])
 
@@ -143,7 +159,10 @@ def ran(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(sys, "argv", ["harness", *arguments])
     with pytest.raises(SystemExit) as ended:
         Verb(
-            "train", lambda *of: found.extend(of) or 0, job=Job, sweep=lambda of: found.extend(of) or 0
+            "train",
+            lambda *of: found.extend(of) or 0,
+            job=Job,
+            sweep=lambda of: found.extend(of) or 0,
         ).main()
     assert ended.value.code == 0
     return found
@@ -158,7 +177,10 @@ def test_the_command_line(
     assert overrides[0] == f"hydra.searchpath=[file://{own}]"
     assert capsys.readouterr().err.count("WARNING") == 1
     points = ran(["-m", *flags, "ablation=a", "model=deep,mine"], monkeypatch)
-    assert [(each.job.training.seed, each.job.model.n_layers) for each in points] == [(77, 5), (77, 3)]
+    assert [(each.job.training.seed, each.job.model.n_layers) for each in points] == [
+        (77, 5),
+        (77, 3),
+    ]
     assert ran([*flags, "--help", "all"], monkeypatch) == []
     out = capsys.readouterr().out
     assert "\n  ablation               a, b\n" in out and "\nmodel.n_layers=5 " in out
@@ -168,7 +190,12 @@ def test_the_command_line(
 @pytest.mark.parametrize(
     ("name", "content", "typed", "error"),
     [
-        ("experiment", "training:\n  steps: ???", "", "training.steps: must be given, on the command line"),
+        (
+            "experiment",
+            "training:\n  steps: ???",
+            "",
+            "training.steps: must be given, on the command line",
+        ),
         ("experiment", "training:\n  steps: ???", "training.steps=7", ""),
         (
             "experiment",
@@ -179,7 +206,12 @@ def test_the_command_line(
         ),
         ("experiment", "checkpoint: {interval: 10}", "checkpoint=disabled", ""),
         ("experiment", "compile: {components: [blocks]}", "", ""),  # for the points that compile
-        ("experiment", "parallelism: {cp: 2, cp_method: ulysses}", "parallelism=tp parallelism.cp=1", ""),
+        (
+            "experiment",
+            "parallelism: {cp: 2, cp_method: ulysses}",
+            "parallelism=tp parallelism.cp=1",
+            "",
+        ),
         (
             "cluster",
             "time: 24:00:00",

@@ -20,10 +20,14 @@ from harness.util.errors import (
     UserError,
 )
 
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of")
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of"
+)
 PEER = RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:1234")
 BAD_NODE = OSError(5, "Input/output error")
-GLOO = "[/pytorch/gloo/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"
+GLOO = (
+    "[/pytorch/gloo/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"
+)
 NCCL = (
     "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, "
     "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600001 milliseconds before timing out."
@@ -40,12 +44,22 @@ NCCL = (
         (NonFiniteError("loss nan"), "non_finite", EXIT_NON_FINITE, {}),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "node", EXIT_MACHINE, {}),
         (BAD_NODE, "node", EXIT_MACHINE, {}),
-        (dist.DistBackendError("NCCL error: remote process exited"), "collective", EXIT_MACHINE, {}),
+        (
+            dist.DistBackendError("NCCL error: remote process exited"),
+            "collective",
+            EXIT_MACHINE,
+            {},
+        ),
         (PEER, "peer", EXIT_MACHINE, {}),
         (KeyError("layers.0"), "bug", EXIT_BUG, {}),
         (MachineError("gone"), "machine", EXIT_MACHINE, {"message": "gone"}),
         (MemoryError(), "out_of_memory", EXIT_MACHINE, {}),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory", EXIT_MACHINE, {}),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            "out_of_memory",
+            EXIT_MACHINE,
+            {},
+        ),
         (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED, {}),
     ],
 )
@@ -80,7 +94,12 @@ def raised_over(inner: BaseException, outer: BaseException, *, explicit: bool) -
 @pytest.mark.parametrize(
     ("inner", "outer", "kind", "code"),
     [
-        (OUT_OF_MEMORY, RuntimeError("Failed to run stage backward"), "out_of_memory", EXIT_MACHINE),
+        (
+            OUT_OF_MEMORY,
+            RuntimeError("Failed to run stage backward"),
+            "out_of_memory",
+            EXIT_MACHINE,
+        ),
         (OUT_OF_MEMORY, PEER, "out_of_memory", EXIT_MACHINE),
         (PEER, RuntimeError("Failed to run stage backward"), "peer", EXIT_MACHINE),
         (BAD_NODE, KeyboardInterrupt(), "node", EXIT_MACHINE),
@@ -104,7 +123,10 @@ def test_an_exception_over_another(
     ("text", "kind"),
     [
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "out_of_memory"),
-        ("slurmstepd-n1: error: StepId=7.0 exceeded memory limit (2 > 1), being killed", "out_of_memory"),
+        (
+            "slurmstepd-n1: error: StepId=7.0 exceeded memory limit (2 > 1), being killed",
+            "out_of_memory",
+        ),
         ("NVRM: GPU at PCI:0000:3b:00: GPU has fallen off the bus.", "node"),
         ("Traceback (most recent call last):", None),
         ("srun: error: Timed out waiting for job step to complete", None),

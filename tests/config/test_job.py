@@ -22,7 +22,13 @@ from harness.config.fields import EXECUTION, LABEL, NUMERICS, identity, label, l
 from harness.config.job import Job, differing_numerics, from_dict
 from harness.util.errors import ConfigError, UserError
 
-TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "cluster.device=cpu")
+TINY = (
+    "model=llama3_tiny",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "training.seq_len=64",
+    "cluster.device=cpu",
+)
 BATCH = "training.global_batch_size=16"
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -83,8 +89,14 @@ def test_ids_cover_what_the_role_says(role: str, override: str) -> None:
 
 def test_id_covers_resolved_values() -> None:
     rest = job(BATCH, "cluster.ranks_per_node=4", "parallelism.dp_shard=-1")
-    assert rest.id == job(BATCH, "parallelism.dp_shard=4").id != job(BATCH, "parallelism.dp_shard=2").id
-    assert job("training.global_batch_size=null", "training.local_batch_size=16").id == job(BATCH).id
+    assert (
+        rest.id
+        == job(BATCH, "parallelism.dp_shard=4").id
+        != job(BATCH, "parallelism.dp_shard=2").id
+    )
+    assert (
+        job("training.global_batch_size=null", "training.local_batch_size=16").id == job(BATCH).id
+    )
 
 
 def test_id_and_run_dir() -> None:
@@ -97,10 +109,18 @@ def test_every_leaf_has_a_role() -> None:
     """With a wrong role, a layout sweep would change an experiment, or one experiment would have two ids."""
     roles = {name: role for name, role, _ in leaves(job())}
     parts = {name.split(".")[0] for name in roles if "." in name}
-    assert parts == {f.name for f in dataclasses.fields(Job)} - {"name", "runs_dir", "notes", "tags", "user"}
+    assert parts == {f.name for f in dataclasses.fields(Job)} - {
+        "name",
+        "runs_dir",
+        "notes",
+        "tags",
+        "user",
+    }
     labels = {"model.name", "model.family", "model.path"}
     for name, role in roles.items():
-        expected = {"parallelism": EXECUTION, "metrics": LABEL, "model": NUMERICS}.get(name.split(".")[0])
+        expected = {"parallelism": EXECUTION, "metrics": LABEL, "model": NUMERICS}.get(
+            name.split(".")[0]
+        )
         assert role == (LABEL if name in labels else expected or role), name
     assert set(roles.values()) == {NUMERICS, EXECUTION, LABEL}
 
@@ -113,7 +133,11 @@ def test_a_new_field_with_its_default_changes_no_id() -> None:
         sizes: list[int] = numerics(factory=list, id_omits_default=True)
 
     assert identity(Part(), (NUMERICS,)) == [("old", None)]
-    assert identity(Part(new=1, sizes=[2]), (NUMERICS,)) == [("old", None), ("new", 1), ("sizes", [2])]
+    assert identity(Part(new=1, sizes=[2]), (NUMERICS,)) == [
+        ("old", None),
+        ("new", 1),
+        ("sizes", [2]),
+    ]
     assert identity(Part(), (EXECUTION,)) == []
 
 
@@ -143,7 +167,9 @@ def test_every_field_is_documented() -> None:
         body = ast.parse(inspect.getsource(part)).body[0].body  # type: ignore[attr-defined]
         for statement, following in zip(body, [*body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign):
-                documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                documented = isinstance(following, ast.Expr) and isinstance(
+                    following.value, ast.Constant
+                )
                 assert documented, f"{part.__name__}.{ast.unparse(statement.target)}"
 
 
@@ -177,7 +203,11 @@ def test_older_json_opens() -> None:
     made = job()
     plain = made.to_dict()
     plain["metrics"]["console"] = "rich"
-    plain["optimizer"] |= {"in_backward": False, "newton_schulz_steps": 5, "newton_schulz_half": False}
+    plain["optimizer"] |= {
+        "in_backward": False,
+        "newton_schulz_steps": 5,
+        "newton_schulz_half": False,
+    }
     back = Job.from_json(json.dumps(plain))
     assert back == made
     assert back.id == made.id
@@ -212,7 +242,9 @@ def test_damaged_json_is_refused(tmp_path: Path) -> None:
         ({"tp": 2}, 2, 0, 1),
     ],
 )
-def test_the_rest_of_the_world(layout: dict[str, int], ranks: int | None, gpus: int, dp_shard: int) -> None:
+def test_the_rest_of_the_world(
+    layout: dict[str, int], ranks: int | None, gpus: int, dp_shard: int
+) -> None:
     before = unresolved(dp_shard=-1, **layout)
     text = before.to_json()
     made = resolve(before, launched_ranks=ranks, gpus=gpus)
@@ -227,11 +259,15 @@ def test_gpus_do_not_count_when_the_device_is_a_cpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert resolve(unresolved(dp_shard=-1)).world_size == 4
     assert resolve(unresolved(dp_shard=-1, device="cpu")).world_size == 2
-    assert resolve(unresolved(dp_shard=2), gpus=8).world_size == 2, "a fixed layout is not stretched"
+    assert resolve(unresolved(dp_shard=2), gpus=8).world_size == 2, (
+        "a fixed layout is not stretched"
+    )
 
 
 def test_ranks_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallelism.dp_shard=-1: tp=4 does not divide the world size 6"):
+    with pytest.raises(
+        ConfigError, match=r"parallelism.dp_shard=-1: tp=4 does not divide the world size 6"
+    ):
         resolve(unresolved(dp_shard=-1, tp=4), launched_ranks=6)
     with pytest.raises(ConfigError, match=r"multiply to 2 \(tp=2\), but there are 4 ranks"):
         resolve(unresolved(tp=2), launched_ranks=4)
@@ -261,10 +297,14 @@ def test_under_torchrun_the_world_is_given(monkeypatch: pytest.MonkeyPatch) -> N
         (16, 16, 1, (16, 16, 1)),
     ],
 )
-def test_batch(total: int | None, local: int | None, replicas: int, expected: tuple[int, int, int]) -> None:
+def test_batch(
+    total: int | None, local: int | None, replicas: int, expected: tuple[int, int, int]
+) -> None:
     """Data-parallel ranks share it, others do not."""
     for layout in ({"dp_replicate": replicas}, {"dp_shard": replicas, "tp": 2, "pp": 2}):
-        made = resolve(unresolved(global_batch_size=total, local_batch_size=local, **layout), gpus=0)
+        made = resolve(
+            unresolved(global_batch_size=total, local_batch_size=local, **layout), gpus=0
+        )
         assert (made.global_batch_size, made.local_batch_size, made.accumulation_steps) == expected
         assert (made.training.global_batch_size, made.training.local_batch_size) == expected[:2]
 

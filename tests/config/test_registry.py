@@ -65,7 +65,9 @@ def test_a_name_that_no_package_has_is_refused_in_one_line(packages: Path) -> No
     provide_blue(packages, "few_colours")
     works = "red, one, blue, or install the package that adds it"
     group = "(entry points of group harness.colour)"
-    message = f"paint.colour=green: no installed package adds this name {group}; would work: {works}"
+    message = (
+        f"paint.colour=green: no installed package adds this name {group}; would work: {works}"
+    )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         table()["green"]
     NewPaint = make_dataclass("NewPaint", [("colour", str, label("one", choices=table()))])
@@ -88,7 +90,10 @@ def test_help_shows_the_options_of_an_entry(monkeypatch: pytest.MonkeyPatch, wid
     typed = ["data.kind=brush", "++metrics.views={mlflow: {}}"]
     typed += [] if width == 3 else ["++data.options.width=4"]
     shown = help_text("data.options", typed, TRAIN.parser())
-    assert f"data.options.width={width}\n    Millimetres of `paint`.\n    an integer; in [1, 9]; n" in shown
+    assert (
+        f"data.options.width={width}\n    Millimetres of `paint`.\n    an integer; in [1, 9]; n"
+        in shown
+    )
     assert "data.options.hair=null\n    text, or null; label: " in shown
     views = help_text("metrics.views", typed, TRAIN.parser())
     assert "metrics.views.mlflow.tracking_uri=null\n    Server or database, such as " in views
@@ -97,14 +102,24 @@ def test_help_shows_the_options_of_an_entry(monkeypatch: pytest.MonkeyPatch, wid
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({"red": "x:y"}, "paint.colour=red: the packages harness and paint_a 1.0 both have this name"),
-        ({"blue": "x:y"}, "paint.colour=blue: the packages paint_a 1.0 and paint_b 1.0 both have this name"),
+        (
+            {"red": "x:y"},
+            "paint.colour=red: the packages harness and paint_a 1.0 both have this name",
+        ),
+        (
+            {"blue": "x:y"},
+            "paint.colour=blue: the packages paint_a 1.0 and paint_b 1.0 both have this name",
+        ),
     ],
 )
-def test_two_packages_with_one_name_are_named(packages: Path, names: dict[str, str], message: str) -> None:
+def test_two_packages_with_one_name_are_named(
+    packages: Path, names: dict[str, str], message: str
+) -> None:
     install(packages, "paint_a", {"harness.colour": names})
     install(packages, "paint_b", {"harness.colour": {"blue": "x:y"}})
-    with pytest.raises(UserError, match=f"^{message} in group harness.colour; would work: uninstall paint_"):
+    with pytest.raises(
+        UserError, match=f"^{message} in group harness.colour; would work: uninstall paint_"
+    ):
         list(table())
 
 
@@ -150,9 +165,15 @@ def test_options_get_their_defaults() -> None:
         ({"momentun": 0.5}, Options, "paint.options.momentun=0.5: no such field; did you mean "),
         ({"momentum": "much"}, Options, "paint.options.momentum=much: must be a number"),
         ({"momentum": 1}, Options, "paint.options.momentum=1: must be in [0, 1)"),
-        ({"a": 1}, None, "paint.options.a=1: paint.colour=blue has no options; would work: leave it out"),
+        (
+            {"a": 1},
+            None,
+            "paint.options.a=1: paint.colour=blue has no options; would work: leave it out",
+        ),
     ],
 )
-def test_options_are_checked_like_fields(options: dict[str, Any], schema: type | None, message: str) -> None:
+def test_options_are_checked_like_fields(
+    options: dict[str, Any], schema: type | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         resolved(options, schema)

@@ -67,7 +67,11 @@ def test_rules_in_words() -> None:
         ("out", "s3://a/x.jsonl", "out=s3://a/x.jsonl: is not a local path; would work: null"),
         ("out", "tests", "out=tests: is a folder"),
         ("out", "pyproject.toml/x", "out=pyproject.toml/x: pyproject.toml is not a folder"),
-        ("out", "x" * 216, f"out={'x' * 200}... (216 characters): is too long: a name has at most 215 bytes"),
+        (
+            "out",
+            "x" * 216,
+            f"out={'x' * 200}... (216 characters): is too long: a name has at most 215 bytes",
+        ),
         ("out", "x/" * 2100, f"out={'x/' * 100}... (4200 characters): is too long"),
         ("target", "file:///x", "target=file:///x: is not a local path; would work: a folder"),
         ("target", "pyproject.toml", "target=pyproject.toml: is a file; would work: a folder"),
@@ -87,7 +91,12 @@ def test_defaults_obey_the_rules(schema: type) -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "common"),
-    [((1,), [1]), ((12, 18), [1, 2, 3, 6]), ((7, 0), []), ((2 * 100_003,), [1, 2, 100_003, 200_006])],
+    [
+        ((1,), [1]),
+        ((12, 18), [1, 2, 3, 6]),
+        ((7, 0), []),
+        ((2 * 100_003,), [1, 2, 100_003, 200_006]),
+    ],
 )
 def test_divisors(numbers: tuple[int, ...], common: list[int]) -> None:
     assert divisors(*numbers) == common

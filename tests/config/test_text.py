@@ -46,7 +46,17 @@ def refused(name: str, value: object) -> str:
 def test_control_characters_are_refused_in_every_text() -> None:
     """Fields that are null here are strings too."""
     texts = [name for name, _, value in leaves(composed()) if isinstance(value, str)]
-    nulls = ("partition", "account", "qos", "constraint", "exclude", "mem", "gpu_type", "python", "container")
+    nulls = (
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "exclude",
+        "mem",
+        "gpu_type",
+        "python",
+        "container",
+    )
     rule = "must be one line of printable text, and holds U+000A"
     for name in [*texts, *(f"cluster.{field}" for field in nulls)]:
         assert refused(name, INJECTED) == f"{name}=x\\ntouch F #: {rule}"
@@ -87,9 +97,7 @@ NAMES = (
     "GITHUB_PAT DB_PASS MYSQL_PWD HF_TOK HF_AUTH HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY DB_PASSWORD "
     "SECRETS KEYS CREDS PW DB_PW SLACK_WEBHOOK TEAMS_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING"
 )
-PREFIXES = (
-    "ghp_ gho_ github_pat_ sk- sk-proj- sk-ant-api03- xoxb- glpat- eyJ wandb_v1_ npm_ pypi- nvapi- AIza"
-)
+PREFIXES = "ghp_ gho_ github_pat_ sk- sk-proj- sk-ant-api03- xoxb- glpat- eyJ wandb_v1_ npm_ pypi- nvapi- AIza"
 
 
 def read_texts(text: str) -> list[tuple[str, object]]:
@@ -116,7 +124,9 @@ def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
         resolve(with_value(composed(), name, value), gpus=0)
     assert not re.search("[Aa][Bb]C?[dD3]|89abc", masked(str(caught.value)))
     assert str(caught.value).startswith(name)
-    assert "environment" in str(caught.value) or "in the shell that starts the job" in str(caught.value)
+    assert "environment" in str(caught.value) or "in the shell that starts the job" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), read_texts(TAKEN))

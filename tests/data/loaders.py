@@ -37,9 +37,17 @@ Sample = tuple[list[int], list[int], list[int]]
 """Inputs, labels and document numbers."""
 
 
-def loader(data: DataConfig, rows: range | None = None, *, tokenizer: Any = BYTES, **settings: Any) -> Loader:
+def loader(
+    data: DataConfig, rows: range | None = None, *, tokenizer: Any = BYTES, **settings: Any
+) -> Loader:
     data.validate()
-    settings = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": 300, **settings}
+    settings = {
+        "seq_len": T,
+        "global_batch_size": B,
+        "seed": 0,
+        "model_vocab_size": 300,
+        **settings,
+    }
     sizes = Sizes(settings["global_batch_size"], settings["seq_len"])
     settings = {"split": "train", "sizes": sizes, **settings}
     rows = range(settings["global_batch_size"]) if rows is None else rows
@@ -47,7 +55,9 @@ def loader(data: DataConfig, rows: range | None = None, *, tokenizer: Any = BYTE
 
 
 def split_rows(ranks: int, batch_size: int = B) -> list[range]:
-    return [range(rank * batch_size // ranks, (rank + 1) * batch_size // ranks) for rank in range(ranks)]
+    return [
+        range(rank * batch_size // ranks, (rank + 1) * batch_size // ranks) for rank in range(ranks)
+    ]
 
 
 def ranks_of(data: DataConfig, ranks: int, **settings: Any) -> list[Loader]:
@@ -59,7 +69,8 @@ def steps(loaders: list[Loader], number: int) -> list[list[torch.Tensor]]:
     """Global batches, each inputs, labels, and document numbers and sources where they are."""
     batches = [[each.next() for each in loaders] for _ in range(number)]
     return [
-        [torch.cat(parts) for parts in zip(*ranks, strict=True) if parts[0] is not None] for ranks in batches
+        [torch.cat(parts) for parts in zip(*ranks, strict=True) if parts[0] is not None]
+        for ranks in batches
     ]
 
 
@@ -137,7 +148,9 @@ def ids_of(texts: list[str]) -> list[list[int]]:
     return [[BOS, *text.encode(), EOS] for text in texts if text]
 
 
-def packed(documents: list[list[int]], seed: int | None = None, *, masks: bool = True) -> Iterator[Sample]:
+def packed(
+    documents: list[list[int]], seed: int | None = None, *, masks: bool = True
+) -> Iterator[Sample]:
     """Samples without end: documents cut every T tokens, with a seed in another order in every epoch."""
     tokens = [token for each in documents for token in each]
     first = [position == 0 for each in documents for position in range(len(each))]
@@ -160,7 +173,9 @@ def scheduled(samples: Iterator[Sample], changes: Any, number: int) -> Iterator[
         position += -position % length
         pieces = []
         for begin in range(position, position + rows * length, length):
-            inputs, labels, owners = (part[begin % T : begin % T + length] for part in read[begin // T])
+            inputs, labels, owners = (
+                part[begin % T : begin % T + length] for part in read[begin // T]
+            )
             pieces.append((inputs, labels, [owner - owners[0] for owner in owners]))
         position += rows * length
         yield [torch.tensor(column) for column in zip(*pieces, strict=True)]

@@ -112,7 +112,12 @@ def ours(folder: Path) -> Tokenizer:
 
 
 def chat(**fields: Any) -> DataConfig:
-    common = {"kind": "chat", "paths": ["*.jsonl"], "attend_across_documents": False, "cache_dir": "cache"}
+    common = {
+        "kind": "chat",
+        "paths": ["*.jsonl"],
+        "attend_across_documents": False,
+        "cache_dir": "cache",
+    }
     config = DataConfig(**{**common, **fields})
     config.validate()
     return config
@@ -131,8 +136,16 @@ def encoded(
     both = ConversationTokenizer(tokenizer, template_of(config, tokenizer)).encode(
         json.dumps(["file", messages, tools])
     )
-    turns = [[id >> 1 for id in part] for is_learned, part in groupby(both, lambda id: id & 1) if is_learned]
-    return [id >> 1 for id in both], [id & 1 for id in both], [tokenizer.decode(turn) for turn in turns]
+    turns = [
+        [id >> 1 for id in part]
+        for is_learned, part in groupby(both, lambda id: id & 1)
+        if is_learned
+    ]
+    return (
+        [id >> 1 for id in both],
+        [id & 1 for id in both],
+        [tokenizer.decode(turn) for turn in turns],
+    )
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -142,7 +155,8 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     messages, tools = CONVERSATIONS[conversation]
     config = chat(
-        chat_template=template_file(tmp_path, PUBLISHED[name]), chat_date=datetime.date.today().isoformat()
+        chat_template=template_file(tmp_path, PUBLISHED[name]),
+        chat_date=datetime.date.today().isoformat(),
     )
     tokens, learned, _ = encoded(ours, config, messages, tools)
     masks = {"return_dict": True, "return_assistant_tokens_mask": name in MARKED_ONES}
@@ -169,7 +183,9 @@ def test_tokens_are_those_of_transformers(
 def test_the_turns_of_the_assistant_are_learned(
     template: str, conversation: str, expected: list[str], ours: Tokenizer, tmp_path: Path
 ) -> None:
-    config = chat(chat_template=template_file(tmp_path, PUBLISHED[template]), chat_date="2026-01-31")
+    config = chat(
+        chat_template=template_file(tmp_path, PUBLISHED[template]), chat_date="2026-01-31"
+    )
     *_, turns = encoded(ours, config, *CONVERSATIONS[conversation])
     assert turns == expected
     only_last = dataclasses.replace(config, train_on="last")
@@ -187,12 +203,18 @@ def test_tokenizers_without_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     assert bos is not None and eos is not None
     assert tokens[0] == bos and (tokens.count(bos), tokens.count(eos)) == (1, 2)
-    assert turns == [tokenizer.decode([*tokenizer.encode(f" {m['content']}"), eos]) for m in messages[1::2]]
+    assert turns == [
+        tokenizer.decode([*tokenizer.encode(f" {m['content']}"), eos]) for m in messages[1::2]
+    ]
 
 
 def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(write_sentencepiece(tmp_path / "prefix.model", add_dummy_prefix=True))
-    with pytest.raises(DataError, match=r"changes the text .* would work: tokenizer\.kind=huggingface"):
+    tokenizer = build_tokenizer(
+        write_sentencepiece(tmp_path / "prefix.model", add_dummy_prefix=True)
+    )
+    with pytest.raises(
+        DataError, match=r"changes the text .* would work: tokenizer\.kind=huggingface"
+    ):
         encoded(tokenizer, chat(chat_template="plain"), [user("Hi"), assistant("Hello")])
 
 
@@ -222,13 +244,19 @@ def test_the_repository_has_the_template(folder: Path, tmp_path: Path) -> None:
     store("chat_template.jinja", "{{ bos_token }}{{ day }}")
     assert found(tmp_path, chat_template_options={"day": 5}).render([]) == "<|endoftext|>5"
     assert found(tmp_path, chat_template="chatml").text == TEMPLATES["chatml"]
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == "{{ bos_token }}{{ day }}"
+    assert (
+        transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template
+        == "{{ bos_token }}{{ day }}"
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, r"the tokenizer has no chat template \(.*would work: data.chat_template=chatml, plain"),
+        (
+            {},
+            r"the tokenizer has no chat template \(.*would work: data.chat_template=chatml, plain",
+        ),
         ({"chat_template": "no.jinja"}, "data.chat_template=no.jinja: No such file"),
         ({"chat_template": "bad.jinja"}, "is not a Jinja template: "),
         ({"chat_template": "deep.jinja"}, "is not a Jinja template: maximum recursion depth"),
@@ -302,10 +330,16 @@ def test_all_formats_have_the_same_conversations() -> None:
     rows = [{"messages": CONVERSATIONS[name][0]} for name in ("one", "two")]
     roles = {"user": "human", "assistant": "gpt"}
     shared = [
-        {"conversations": [{"from": roles[m["role"]], "value": m["content"]} for m in row["messages"]]}
+        {
+            "conversations": [
+                {"from": roles[m["role"]], "value": m["content"]} for m in row["messages"]
+            ]
+        }
         for row in rows
     ]
-    lines, shared_lines = ("".join(json.dumps(row) + "\n" for row in each) for each in (rows, shared))
+    lines, shared_lines = (
+        "".join(json.dumps(row) + "\n" for row in each) for each in (rows, shared)
+    )
     Path("a.jsonl").write_text(lines)
     Path("b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "c.parquet")
@@ -318,7 +352,9 @@ def test_all_formats_have_the_same_conversations() -> None:
 
 def test_files_without_an_assistant() -> None:
     Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n')
-    message = r"^data\.paths=\[\*\.jsonl\] has no message with the role assistant, or all are empty$"
+    message = (
+        r"^data\.paths=\[\*\.jsonl\] has no message with the role assistant, or all are empty$"
+    )
     with pytest.raises(DataError, match=message):
         loader(chat(chat_template="plain"))
 

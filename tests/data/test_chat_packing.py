@@ -78,14 +78,17 @@ def packed(config: DataConfig, epochs: int, split: str = "train") -> list[Sample
         row: Sample = ([], [], [])
         for number, (tokens, written) in enumerate(content):
             row[0].extend(tokens[:-1])
-            row[1].extend(t if w else IGNORE_INDEX for t, w in zip(tokens[1:], written[1:], strict=True))
+            row[1].extend(
+                t if w else IGNORE_INDEX for t, w in zip(tokens[1:], written[1:], strict=True)
+            )
             row[2].extend([number] * (len(tokens) - 1))
         padding = T - len(row[0])
         for part, value in zip(row, (EOS, IGNORE_INDEX, PADDING), strict=True):
             part.extend([value] * padding)
         rows.append(row)
     orders = [
-        permutation("order", 3, epoch, len(rows)) if shuffles else range(len(rows)) for epoch in range(epochs)
+        permutation("order", 3, epoch, len(rows)) if shuffles else range(len(rows))
+        for epoch in range(epochs)
     ]
     return [rows[i] for order in orders for i in order]
 
@@ -111,7 +114,10 @@ def test_rows_are_those_of_a_plain_implementation(long: str, shuffle: bool, spli
     if not fraction:
         num_long = sum(len(tokens_of(messages)[0]) > T + 1 for messages in CONVERSATIONS)
         assert num_long > 5
-        assert one.note and f"{num_long} {'cut' if long == 'cut' else 'left out'}: longer than" in one.note
+        assert (
+            one.note
+            and f"{num_long} {'cut' if long == 'cut' else 'left out'}: longer than" in one.note
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -126,7 +132,11 @@ def test_layouts_read_the_same_rows_and_resume_on_each_other(ranks: int) -> None
 
 
 def test_conversations_that_do_not_fit_and_none_held_out() -> None:
-    with pytest.raises(DataError, match=r"none of 120 conversations can be used: .* are longer than"):
+    with pytest.raises(
+        DataError, match=r"none of 120 conversations can be used: .* are longer than"
+    ):
         loader(CONFIG, seq_len=8)
-    with pytest.raises(ConfigError, match=r"data.validation_fraction=0.0.*or data.validation_paths"):
+    with pytest.raises(
+        ConfigError, match=r"data.validation_fraction=0.0.*or data.validation_paths"
+    ):
         loader(CONFIG, split="validation")

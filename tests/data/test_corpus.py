@@ -36,7 +36,12 @@ from harness.util.files import lock
 
 PYTHON = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
 TEXTS = [f"document {number} " * (number % 7) for number in range(60)]
-TYPED = ("data=local_jsonl", "data.paths=[a.jsonl]", "data.validation_fraction=0.1", "tokenizer=bytes")
+TYPED = (
+    "data=local_jsonl",
+    "data.paths=[a.jsonl]",
+    "data.validation_fraction=0.1",
+    "tokenizer=bytes",
+)
 
 
 FILE_DAMAGES = {
@@ -77,14 +82,22 @@ def write_source():
 
 
 def run(*typed):
-    typed = (*TYPED, "tokenize.target=corpus", "tokenize.workers=1", "tokenize.unit_mib=2e-4", *typed)
+    typed = (
+        *TYPED,
+        "tokenize.target=corpus",
+        "tokenize.workers=1",
+        "tokenize.unit_mib=2e-4",
+        *typed,
+    )
     result = tokenize(compose_job(typed, config_name="tokenize", schema=TokenizeJob), list(typed))
     assert not isinstance(result, int)
     return result
 
 
 def texts_of(split):
-    documents = [split.tokens[a:b].tolist() for a, b in pairwise([*split.starts, len(split.tokens)])]
+    documents = [
+        split.tokens[a:b].tolist() for a, b in pairwise([*split.starts, len(split.tokens)])
+    ]
     assert all((ids[0], ids[-1]) == (BOS, EOS) for ids in documents)
     return [bytes(ids[1:-1]).decode() for ids in documents]
 
@@ -133,7 +146,9 @@ def test_documents_do_not_depend_on_the_shards(shards):
 
 def test_a_split_without_documents():
     run("data.validation_fraction=0")
-    with pytest.raises(DataError, match=r"corpus has no validation documents; would work: harness tokenize"):
+    with pytest.raises(
+        DataError, match=r"corpus has no validation documents; would work: harness tokenize"
+    ):
         open_shards(Path("corpus"), "validation")
 
 
@@ -151,7 +166,9 @@ def test_a_corpus_of_another_job_is_not_overwritten():
             run(typed)
     Path("other").mkdir()
     Path("other/file").touch()
-    with pytest.raises(ConfigError, match=r"tokenize\.target=other: has other files; would work: a new"):
+    with pytest.raises(
+        ConfigError, match=r"tokenize\.target=other: has other files; would work: a new"
+    ):
         run("tokenize.target=other")
     assert read_manifest(Path("corpus")) == before
 
@@ -166,11 +183,15 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues():
         run(both)
     units = Path("corpus/.unfinished/units")
     assert len(list(units.glob("*.index"))) > 5
-    with pytest.raises(ConfigError, match="an unfinished corpus with another value of tokenizer; would"):
+    with pytest.raises(
+        ConfigError, match="an unfinished corpus with another value of tokenizer; would"
+    ):
         run(both, "tokenizer=python_2k")
     write_source()
     run(both)
-    assert len(documents("train")) + len(documents("validation")) == 2 * len([text for text in TEXTS if text])
+    assert len(documents("train")) + len(documents("validation")) == 2 * len(
+        [text for text in TEXTS if text]
+    )
     assert not units.exists()
 
 
@@ -179,7 +200,10 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues():
     [
         ("tokenize.target=null", r"tokenize\.target=null: must be given; would work: corpus/NAME"),
         ("tokenize.target=a.jsonl", r"tokenize\.target=a\.jsonl: is a file"),
-        ("data=synthetic", r"data\.kind=synthetic: is no source of texts, which harness tokenize reads"),
+        (
+            "data=synthetic",
+            r"data\.kind=synthetic: is no source of texts, which harness tokenize reads",
+        ),
         ("data=c4", r"data\.streaming=true: a stream cannot be cut into units"),
         ("data.validation_paths=[a.jsonl]", r"data\.validation_paths=.*a corpus has one source"),
     ],
@@ -187,7 +211,9 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues():
 def test_what_cannot_be_tokenized(typed, says):
     replaced = [each for each in TYPED if typed.startswith("data=") and each.startswith("data.")]
     own = [
-        each for each in TYPED if each not in replaced and each.partition("=")[0] != typed.partition("=")[0]
+        each
+        for each in TYPED
+        if each not in replaced and each.partition("=")[0] != typed.partition("=")[0]
     ]
     overrides = [*own, "tokenize.target=corpus", "data.validation_fraction=0", typed]
     with pytest.raises(ConfigError, match=says):
@@ -244,15 +270,22 @@ def test_any_damaged_file_of_a_corpus_is_one_line_or_without_effect():
         damage(corpus / name, how)
         try:
             assert documents("train") == whole, (name, how)
-            assert "train" not in name and not name.endswith(("meta.json", "manifest.json")), (name, how)
+            assert "train" not in name and not name.endswith(("meta.json", "manifest.json")), (
+                name,
+                how,
+            )
         except DataError as error:
-            assert "\n" not in str(error) and ("damaged" in str(error) or "not a complete" in str(error))
+            assert "\n" not in str(error) and (
+                "damaged" in str(error) or "not a complete" in str(error)
+            )
         (corpus / name).write_bytes(content)
     assert documents("train") == whole
 
 
 def test_the_command_is_killed_with_its_processes_and_continued():
-    Path("a.jsonl").write_text("".join(json.dumps({"text": text * 50}) + "\n" for text in TEXTS * 10))
+    Path("a.jsonl").write_text(
+        "".join(json.dumps({"text": text * 50}) + "\n" for text in TEXTS * 10)
+    )
     typed = [*TYPED, "tokenize.target=corpus", "tokenize.workers=2", "tokenize.unit_mib=1e-3"]
     command = [sys.executable, "-m", "harness", "tokenize", *typed]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -262,7 +295,9 @@ def test_the_command_is_killed_with_its_processes_and_continued():
         while len(list(units.glob("*.index"))) < least and killed.poll() is None:
             time.sleep(0.005)
         killed.send_signal(signal.SIGKILL)
-        _, words = killed.communicate(timeout=PATIENCE)  # the processes have the pipe, so they have ended too
+        _, words = killed.communicate(
+            timeout=PATIENCE
+        )  # the processes have the pipe, so they have ended too
         assert killed.returncode == -signal.SIGKILL, words
         assert len(list(units.glob("*.index"))) >= least
     tokens = (index.with_suffix(".tokens") for index in units.glob("*.index"))
@@ -310,7 +345,9 @@ def test_a_corpus_that_does_not_fit_and_several_of_them():
     with pytest.raises(ConfigError, match=says):  # before anything starts
         require_vocabulary(compose_job(["data=tokens", "data.paths=[.]", "tokenizer=python_2k"]))
     loader(tokens_of("corpus"), tokenizer=build_tokenizer(TokenizerConfig("none")))
-    assert_equal(read(tokens_of(".")), read(tokens_of("corpus", "plain")), "the folder of both corpora")
+    assert_equal(
+        read(tokens_of(".")), read(tokens_of("corpus", "plain")), "the folder of both corpora"
+    )
     with pytest.raises(ConfigError, match="no tokens are held out for validation"):
         loader(tokens_of("plain"), split="validation")
     own = read(tokens_of("corpus"), "validation")
@@ -319,7 +356,9 @@ def test_a_corpus_that_does_not_fit_and_several_of_them():
     mixture = DataConfig("mixture", sources=sources, weights={"corpus": 1.0, "plain": 1.0})
     assert_equal([step[:2] for step in read(mixture, "validation")], own)
     alone = DataConfig("mixture", sources={"plain": sources["plain"]}, weights={"plain": 1.0})
-    with pytest.raises(ConfigError, match=r"data\.sources\.plain\..*no tokens are held out for validation"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.plain\..*no tokens are held out for validation"
+    ):
         loader(alone, split="validation")
 
 
@@ -352,7 +391,9 @@ def test_a_large_vocabulary_gets_wider_tokens():
 
 def test_built_once_and_rebuilt_when_something_changes(monkeypatch):
     builds, build = [], cache._build
-    monkeypatch.setattr(cache, "_build", lambda *a, **options: (builds.append(1), build(*a, **options)))
+    monkeypatch.setattr(
+        cache, "_build", lambda *a, **options: (builds.append(1), build(*a, **options))
+    )
     write_documents("ab")
     for times, changed in enumerate(({}, {"held_out": 0.5}, {"tokenizer": PYTHON}), start=1):
         opened(**changed), opened(**changed)
@@ -374,7 +415,9 @@ def test_only_the_builder_builds():
     assert texts_of(opened(is_builder=False)) == ["ab"]
     (tokens,) = Path("cache").glob("*/*/train.tokens")
     damage(tokens, "cut short")
-    with pytest.raises(DataError, match=r"train\.tokens has 6 bytes instead of 8; remove the folder"):
+    with pytest.raises(
+        DataError, match=r"train\.tokens has 6 bytes instead of 8; remove the folder"
+    ):
         opened(is_builder=False)
 
 
@@ -382,7 +425,9 @@ def test_one_of_two_builders_builds_and_the_other_waits(monkeypatch):
     write_documents("ab", "cd")
     builds, write, waits = [], CorpusWriter.write_all, threading.Event()
     monkeypatch.setattr(
-        CorpusWriter, "write_all", lambda *each: (builds.append(1), waits.wait(PATIENCE), write(*each))
+        CorpusWriter,
+        "write_all",
+        lambda *each: (builds.append(1), waits.wait(PATIENCE), write(*each)),
     )
     sleep = time.sleep
     monkeypatch.setattr(store.time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))
@@ -459,7 +504,9 @@ def test_unfinished_caches_of_killed_builders_are_removed(monkeypatch):
     monkeypatch.setattr(cache, "_KEPT_SECONDS", -1.0)
     with lock(busy / ".lock", create=True):
         opened()
-        assert not killed.parent.exists() and unlocked.exists() and busy.exists() and complete.exists()
+        assert (
+            not killed.parent.exists() and unlocked.exists() and busy.exists() and complete.exists()
+        )
     day_ago = time.time() - 2 * 86400
     for path in (unlocked, unlocked.parent):
         os.utime(path, (day_ago, day_ago))

@@ -98,7 +98,11 @@ def test_every_step_reads_the_tokens_of_the_rule(fields: dict[str, object], chan
     data, texts, sizes = local(**fields), write_texts(), Sizes(B, T, *CHANGES[changes])
     for split in ("train", "validation") if data.validation_fraction else ("train",):
         held_out = [is_held_out(number, data.validation_fraction) for number in range(len(texts))]
-        own = [text for text, held in zip(texts, held_out, strict=True) if held == (split == "validation")]
+        own = [
+            text
+            for text, held in zip(texts, held_out, strict=True)
+            if held == (split == "validation")
+        ]
         seed = 3 if data.shuffle and split == "train" else None
         samples = packed(ids_of(own), seed, masks=data.mask_document_boundary)
         expected = list(scheduled(samples, CHANGES[changes], STEPS))
@@ -152,7 +156,11 @@ def test_synthetic_masks_unevenly_and_never_everything() -> None:
 @pytest.mark.parametrize(
     ("text", "settings", "says"),
     [
-        ("ab", {}, r"4 tokens \(documents: 1\) are fewer than one sample of training.seq_len \+ 1 = 17"),
+        (
+            "ab",
+            {},
+            r"4 tokens \(documents: 1\) are fewer than one sample of training.seq_len \+ 1 = 17",
+        ),
         ("a" * 14, {}, r"16 tokens \(documents: 1\) are fewer than one sample"),
         ("a" * 99, {"model_vocab_size": 257}, "model.vocab_size=257: the tokenizer has 258 tokens"),
         ("a" * 99, {"split": "validation"}, r"validation documents: 0 tokens .documents: 0."),
@@ -283,7 +291,11 @@ def test_points_of_a_sweep_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_file_is_found_before_ranks_start(tmp_path: Path) -> None:
-    missing = ["tokenizer=llama3", f"tokenizer.path={tmp_path}/tokenizer.model", "model.vocab_size=128256"]
+    missing = [
+        "tokenizer=llama3",
+        f"tokenizer.path={tmp_path}/tokenizer.model",
+        "model.vocab_size=128256",
+    ]
     with pytest.raises(UserError, match=r"^tokenizer file .*/tokenizer.model: No such file"):
         require_vocabulary(compose_job([*TEXT, *missing]))
     require_vocabulary(compose_job([*TEXT, *missing, "cluster=slurm_cpu"]))  # nodes may have it

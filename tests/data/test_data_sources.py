@@ -54,7 +54,9 @@ def test_globs():
     assert names(["*.py"]) == ["a.py"]
     assert names(["**/*.py"]) == ["a.py", "s/c.py", "s/t/d.py", "s/test/e.py"]
     assert names(["**/*.py", "a.*", "./s/c.py"]) == names(["**/*.py"]), "each file once"
-    assert names(["**/*.py"], ["s/*.py"]) == ["a.py", "s/t/d.py", "s/test/e.py"], "* stops at a slash"
+    assert names(["**/*.py"], ["s/*.py"]) == ["a.py", "s/t/d.py", "s/test/e.py"], (
+        "* stops at a slash"
+    )
     assert names(["**/*.py"], ["s/**"]) == ["a.py"]
     assert names(["**/*.py"], ["**/test/**"]) == ["a.py", "s/c.py", "s/t/d.py"]
     assert names(["**/*.py"], ["**/?.py"]) == []
@@ -91,7 +93,10 @@ COMPRESSED = {
             {},
             ["long " * 1_000_000, "short"],
         ),
-        *((f"a.jsonl{end}", pack(LINES), {}, ["a\nb", "", "", "c"]) for end, pack in COMPRESSED.items()),
+        *(
+            (f"a.jsonl{end}", pack(LINES), {}, ["a\nb", "", "", "c"])
+            for end, pack in COMPRESSED.items()
+        ),
         # As parallel compressors write them.
         *(
             (f"a.txt{end}", pack(b"one\n") + pack(b"two"), {}, ["one\ntwo"])
@@ -110,7 +115,9 @@ def test_parquet():
     write("a.parquet", parquet(text=[*texts, None, ""], other=list(range(1002))))
     assert documents("a.*") == [*texts, "", ""]
     write("a.parquet", parquet(body=["x"]))
-    with pytest.raises(DataError, match=r"a.parquet: no column 'text' among body; set data.text_field"):
+    with pytest.raises(
+        DataError, match=r"a.parquet: no column 'text' among body; set data.text_field"
+    ):
         documents("a.*")
     write("a.parquet", parquet(text=[1, 2]))
     with pytest.raises(DataError, match="field 'text' holds int, not text"):
@@ -137,11 +144,27 @@ def test_parquet():
             '[\n {"text": "x"}]',
             r"a: it is a JSON array, not text; would work: data.format=jsonl with one",
         ),
-        ("a.jsonl", '{"body": "x", "n": 1}', r"line 1: no field 'text' among body, n; set data.text"),
+        (
+            "a.jsonl",
+            '{"body": "x", "n": 1}',
+            r"line 1: no field 'text' among body, n; set data.text",
+        ),
         ("a.jsonl", '{"text": 5}', r"a.jsonl, line 1: field 'text' holds int, not text"),
-        ("a.jsonl", '{"text": "a\\ud800"}', r"a.jsonl, line 1: field 'text' holds half a surrogate pair"),
-        ("a.jsonl", '{"text": "x", "n": ' + "[" * 90 + "]" * 90 + "}", r"line 1: .*nested deeper than 64"),
-        ("a.jsonl.gz", gzip.compress(b" " * 100_000_001, 1, mtime=0), r"line 1: has more than 100000000 b"),
+        (
+            "a.jsonl",
+            '{"text": "a\\ud800"}',
+            r"a.jsonl, line 1: field 'text' holds half a surrogate pair",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "x", "n": ' + "[" * 90 + "]" * 90 + "}",
+            r"line 1: .*nested deeper than 64",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b" " * 100_000_001, 1, mtime=0),
+            r"line 1: has more than 100000000 b",
+        ),
         ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz cannot be read"),
         *(
             (f"d.txt{e}", pack(b"t " * 1000)[:-9], rf"d.txt{e} cannot be read: \w")

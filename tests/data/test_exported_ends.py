@@ -37,7 +37,9 @@ Content = dict[str, Any]
 
 def export(folder: Path, origin: Origin, model: ModelConfig = MODEL) -> tuple[Content, Content]:
     """Write a model with the tokenizer of a chat repository; return config.json and the one of generation."""
-    file = write_tokenizer(folder / "tokenizer", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    file = write_tokenizer(
+        folder / "tokenizer", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    )
     before = file.with_name("tokenizer_config.json").read_bytes()
     out = folder / "out"
     tokenizer = huggingface(file, bos="", eos="<|endoftext|>")
@@ -56,7 +58,9 @@ def test_a_model_of_conversations_stops_after_a_turn(tmp_path: Path) -> None:
         model.lm_head.weight[TURN] = 1.0
         model.model.norm.weight.fill_(1.0)
         model.model.embed_tokens.weight.fill_(1.0)
-    assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=9, do_sample=False)[0].tolist()[2:] == [TURN]
+    assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=9, do_sample=False)[0].tolist()[
+        2:
+    ] == [TURN]
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,19 @@ def shares(weights: dict[str, float]) -> dict[str, Fraction]:
 def mixed(count: int) -> Iterator[Sample]:
     """Independent of the harness: sources by Tijdeman's rule, shuffled within every global batch."""
     texts = {name: [file.read_text() for file in sorted(Path(name).iterdir())] for name in WEIGHTS}
-    share, streams = shares(WEIGHTS), {name: packed(ids_of(own), seed=0) for name, own in texts.items()}
+    share, streams = (
+        shares(WEIGHTS),
+        {name: packed(ids_of(own), seed=0) for name, own in texts.items()},
+    )
     drawn, slack, block = dict.fromkeys(WEIGHTS, 0), Fraction(1, 2 * len(WEIGHTS) - 2), []
     for n in range(1, count + 1):
 
         def must_be_drawn(name: str, n: int = n) -> int:
             return next(m for m in range(n, n + 99) if share[name] * m - drawn[name] > 1 - slack)
 
-        name = min((x for x in sorted(WEIGHTS) if share[x] * n - drawn[x] >= slack), key=must_be_drawn)
+        name = min(
+            (x for x in sorted(WEIGHTS) if share[x] * n - drawn[x] >= slack), key=must_be_drawn
+        )
         drawn[name] += 1
         block.append(name)
         if len(block) == B:
@@ -75,7 +80,10 @@ def test_tokens_equal_an_independent_implementation(changes: str) -> None:
     assert_equal([step[:3] for step in found], expected)
     epochs = before[0].samples_per_epoch_of
     counts = states[0]["mixture"]["counts"]
-    assert min(counts[name] / (samples or 1) for name, samples in epochs.items()) > 1 or changes != "none"
+    assert (
+        min(counts[name] / (samples or 1) for name, samples in epochs.items()) > 1
+        or changes != "none"
+    )
 
 
 def test_each_source_is_read_as_if_alone_also_where_weights_change() -> None:
@@ -132,9 +140,14 @@ def test_validation_takes_equally_many_samples_of_every_source() -> None:
     first = loader(mixture(sources=sources), split="validation")
     weights = {"web": 1.0, "code": 9.0, "math": 1.0}
     batches = steps([first], 6)
-    assert_equal(steps([loader(mixture(sources=sources, weights=weights), split="validation")], 6), batches)
+    assert_equal(
+        steps([loader(mixture(sources=sources, weights=weights), split="validation")], 6), batches
+    )
     for *_, drawn in batches:
-        assert torch.bincount(drawn, minlength=3).tolist() == [4, 0, 4] and sorted(sources)[1] == "math"
+        assert (
+            torch.bincount(drawn, minlength=3).tolist() == [4, 0, 4]
+            and sorted(sources)[1] == "math"
+        )
     first.reset()
     assert_equal(steps([first], 6), batches)
 
@@ -170,8 +183,14 @@ def test_errors_of_a_source_name_its_fields() -> None:
     """Shared fields, file names and commands stay."""
     command = "harness tokenize data=local_text tokenize.target=corpus/NAME"
     for error, said in (
-        (ConfigError("data.dtype", 0, "no", command), f"data.sources.web.dtype=0: no; would work: {command}"),
-        (ConfigError("data.prefetch", 0, "too few"), r"data\.prefetch=0: data\.sources\.web: too few"),
+        (
+            ConfigError("data.dtype", 0, "no", command),
+            f"data.sources.web.dtype=0: no; would work: {command}",
+        ),
+        (
+            ConfigError("data.prefetch", 0, "too few"),
+            r"data\.prefetch=0: data\.sources\.web: too few",
+        ),
         (DataError("data.jsonl, line 3: bad"), r"data\.sources\.web: data\.jsonl, line 3: bad"),
     ):
         with pytest.raises(type(error), match=f"^{said}$"), errors_of_source(DataConfig(), "web"):
@@ -211,7 +230,9 @@ def test_counts_are_as_close_to_the_shares_as_the_rule_promises(
         counts[name] += 1
         targets = {each: target + current[each] for each, target in targets.items()}
         if (number + 1) % block == 0:
-            assert all(abs(counts[each] - target) <= bound for each, target in targets.items()), number
+            assert all(abs(counts[each] - target) <= bound for each, target in targets.items()), (
+                number
+            )
             assert order.counts(number + 1) == counts
 
 

@@ -42,7 +42,9 @@ def batches_of(a_loader: Loader, count: int) -> list[torch.Tensor]:
 
 def test_samples_and_positions_are_the_same_with_any_number_of_processes() -> None:
     write()
-    alone, many, one = (loader_of(range(2, 4), shuffle_buffer=20, workers=workers) for workers in (0, 9, 1))
+    alone, many, one = (
+        loader_of(range(2, 4), shuffle_buffer=20, workers=workers) for workers in (0, 9, 1)
+    )
     assert not workers_of_this_process(), "they start with the first batch"
     for step in range(30):
         assert_equal(many.next(), alone.next(), f"step {step}")
@@ -89,7 +91,9 @@ def test_an_error_is_raised_where_it_would_be_without_processes(prefetch: int) -
         reading = loader_of(shuffle=False, workers=workers)
         if prefetch:
             reading = Prefetcher(reading, prefetch, torch.device("cpu"))
-        with pytest.raises(DataError, match=r"split train, row 2 of 4 cannot be read: \w+") as caught:
+        with pytest.raises(
+            DataError, match=r"split train, row 2 of 4 cannot be read: \w+"
+        ) as caught:
             for step in range(10_000):  # noqa: B007
                 reading.next()
         said.append((step, str(caught.value)))
@@ -122,7 +126,9 @@ def test_they_end_with_the_rank() -> None:
     assert len(processes) == 2
     rank.kill()
     rank.communicate(timeout=PATIENCE)
-    until(lambda: not any(is_alive(process) for process in processes), what="the end of the processes")
+    until(
+        lambda: not any(is_alive(process) for process in processes), what="the end of the processes"
+    )
 
 
 def is_alive(process: str) -> bool:

@@ -75,7 +75,9 @@ def passes_of(files: list[str], row: int, rows: int, seed: int | None) -> Iterat
     parts = [texts_of(file)[cut::cuts] for cut in range(cuts) for file in files]
     blocks = count()
     for number in count():
-        names = range(len(parts)) if seed is None else permutation("parts", seed, number, len(parts))
+        names = (
+            range(len(parts)) if seed is None else permutation("parts", seed, number, len(parts))
+        )
         # Parts of this pass are dealt where the pass before ended.
         mine = [part for i, part in enumerate(names, number * len(parts)) if i % rows == row]
         texts = [text for part in mine for text in parts[part] if text]
@@ -92,7 +94,11 @@ def passes_of(files: list[str], row: int, rows: int, seed: int | None) -> Iterat
 
 def labelled(tokens: list[int]) -> Sample:
     labels = [IGNORE_INDEX if token == BOS else token for token in tokens[1:]]
-    return tokens[:-1], labels, list(accumulate([0, *(int(token == BOS) for token in tokens[1:-1])]))
+    return (
+        tokens[:-1],
+        labels,
+        list(accumulate([0, *(int(token == BOS) for token in tokens[1:-1])])),
+    )
 
 
 def by_hand(streams: list[Iterator[str]], changes: Any, number: int) -> list[list[torch.Tensor]]:
@@ -127,8 +133,14 @@ def test_rows_are_those_of_another_implementation(
     data = of_files(*files, attend_across_documents=False, **shuffled(seed))
     streams = [chain.from_iterable(passes_of(files, row, rows, seed)) for row in range(rows)]
     expected = by_hand(streams, CHANGES[changes], STEPS)
-    layouts = [ranks for ranks in (1, 2, 4, 8) if rows % ranks == 0 and (changes == "none" or ranks < 4)]
-    settings = {"global_batch_size": rows, "seed": seed or 0, "sizes": Sizes(rows, T, *CHANGES[changes])}
+    layouts = [
+        ranks for ranks in (1, 2, 4, 8) if rows % ranks == 0 and (changes == "none" or ranks < 4)
+    ]
+    settings = {
+        "global_batch_size": rows,
+        "seed": seed or 0,
+        "sizes": Sizes(rows, T, *CHANGES[changes]),
+    }
     for ranks in layouts:
         assert_equal(steps(ranks_of(data, ranks, **settings), STEPS), expected)
     reading, at = ranks_of(data, layouts[-1], **settings), 0
@@ -199,7 +211,11 @@ def test_validation_has_its_own_split_and_is_not_shuffled() -> None:
     assert not torch.equal(steps([loader(data)], 3)[0][0], plain[0][0])
     for streaming in (True, False):
         data = dataclasses.replace(streamed(3), streaming=streaming, workers=0 if streaming else 1)
-        rows = loader(dataclasses.replace(data, cache_dir="cache"), split="validation").next().inputs_BT
+        rows = (
+            loader(dataclasses.replace(data, cache_dir="cache"), split="validation")
+            .next()
+            .inputs_BT
+        )
         assert "validation" in BYTES.decode(rows.flatten().tolist())
 
 
@@ -230,7 +246,11 @@ def test_unusable_datasets(make: Any) -> None:
     write_jsonl("a.jsonl", ["x" * 99] * 9)
     Path("bad.jsonl").write_text('{"text": "x"}\n{"text": ')
     for file, settings, says in (
-        ("a.jsonl", {"text_field": "body"}, r"no (column|field) 'body' among n, text; set data.text_field"),
+        (
+            "a.jsonl",
+            {"text_field": "body"},
+            r"no (column|field) 'body' among n, text; set data.text_field",
+        ),
         ("a.jsonl", {"text_field": "n"}, r"field 'n' holds int, not text"),
         ("a.jsonl", {"split": "test"}, r"dataset json, split test: cannot be opened"),
         ("nothing.jsonl", {}, r"dataset json, split train: cannot be opened: FileNotFound"),

@@ -119,7 +119,9 @@ def test_a_saved_dataset():
     data = config(paths=["saved"], tokens_field="ids", attend_across_documents=False)
     assert_equal(steps([loader(data)], 3), rows_of(documents, 3))
     datasets.DatasetDict(train=saved, test=saved).save_to_disk("splits")
-    with pytest.raises(DataError, match=r"has the splits train, test; would work: the folder of one"):
+    with pytest.raises(
+        DataError, match=r"has the splits train, test; would work: the folder of one"
+    ):
         loader(config(paths=["splits"]))
 
 
@@ -147,7 +149,10 @@ def test_paths():
     Path("a.tokens").write_bytes(b"12345678")
     for paths, says in (
         (["data"], r"several splits, such as train\.bin and val\.bin; would work"),
-        (["web", "data/train.bin"], r"several formats: .*web.*\(megatron\).*; would work: data\.format"),
+        (
+            ["web", "data/train.bin"],
+            r"several formats: .*web.*\(megatron\).*; would work: data\.format",
+        ),
         (["nothing"], r"no token file matches data\.paths=\[nothing\]"),
         (["a.tokens"], r"a\.tokens: the format of its tokens is unknown"),
     ):
@@ -158,14 +163,18 @@ def test_paths():
 def test_settings_of_another_format():
     write_megatron("a", files_of_documents(1)[0])
     for name, value in (("dtype", "uint16"), ("tokens_field", "ids")):
-        with pytest.raises(ConfigError, match=rf"data\.{name}={value}: is read only from .* is megatron"):
+        with pytest.raises(
+            ConfigError, match=rf"data\.{name}={value}: is read only from .* is megatron"
+        ):
             loader(config(**{name: value}))
 
 
 def test_another_tokenizer_by_name(capfd):
     write_datatrove("a", files_of_documents(1)[0])
     loader(config())
-    assert "a.ds was made by the tokenizer org/name; tokenizer.path is None" in capfd.readouterr().err
+    assert (
+        "a.ds was made by the tokenizer org/name; tokenizer.path is None" in capfd.readouterr().err
+    )
     loader(config(), tokenizer=NOTHING)
     assert capfd.readouterr().err == ""
 
@@ -227,23 +236,47 @@ DAMAGED = [
         "has 139 bytes, which are not 6 sequences and 4 document boundaries",
     ),
     (write_megatron, change("a.idx", 34, b"\4"), "sequences do not follow each other without gaps"),
-    (write_megatron, change("a.idx", 34 + 72 + 8, b"\5"), "sequences of its documents are not ascending"),
-    (write_megatron, change("a.bin", END), r"a\.bin: has 135 bytes, which are not 67 tokens of uint16"),
+    (
+        write_megatron,
+        change("a.idx", 34 + 72 + 8, b"\5"),
+        "sequences of its documents are not ascending",
+    ),
+    (
+        write_megatron,
+        change("a.bin", END),
+        r"a\.bin: has 135 bytes, which are not 67 tokens of uint16",
+    ),
     (write_megatron, lambda: Path("a.bin").unlink(), r"a\.bin: No such file"),
     (write_datatrove, change("a.ds.index", END), "has 25 bytes, which are no complete offsets"),
     (write_datatrove, change("a.ds.index", 0, b"\x3f"), "documents' ends are not ascending"),
     (write_datatrove, lambda: Path("a.ds.metadata").write_text("gpt2"), "first line is not NAME"),
-    (write_llmc, change("a.bin", 4, b"\2"), "has version 2; llm.c's files of magic 20240520 have version 1"),
+    (
+        write_llmc,
+        change("a.bin", 4, b"\2"),
+        "has version 2; llm.c's files of magic 20240520 have version 1",
+    ),
     (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
     (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
-    (write_npy, lambda: replaced("a.npy").symlink_to("/dev/zero"), r"a\.npy: it is no regular file"),
+    (
+        write_npy,
+        lambda: replaced("a.npy").symlink_to("/dev/zero"),
+        r"a\.npy: it is no regular file",
+    ),
     (write_megatron, lambda: os.mkfifo(replaced("a.idx")), r"a\.idx: it is no regular file"),
     (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
     (write_arrow, with_wrong_offset, r"a\.arrow: is no readable Arrow file \(.*offset"),
-    (write_arrow, lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())), "has values of type list<"),
+    (
+        write_arrow,
+        lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())),
+        "has values of type list<",
+    ),
     (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
     (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
-    (write_parquet, lambda: write_parquet("a", [[1, None, 2]]), "row 0 of column 'input_ids' is no list of"),
+    (
+        write_parquet,
+        lambda: write_parquet("a", [[1, None, 2]]),
+        "row 0 of column 'input_ids' is no list of",
+    ),
 ]
 
 
@@ -252,18 +285,27 @@ NAMES = ("/etc/x.arrow", "../../x.arrow", "", "\ud800.arrow", 3)
 
 @pytest.mark.parametrize(
     "content",
-    ["[" * 100_000, "[]", "9" * 5000, *(json.dumps({"_data_files": [{"filename": name}]}) for name in NAMES)],
+    [
+        "[" * 100_000,
+        "[]",
+        "9" * 5000,
+        *(json.dumps({"_data_files": [{"filename": name}]}) for name in NAMES),
+    ],
     ids=lambda content: content[:60],
 )
 def test_a_foreign_state_of_a_saved_dataset_is_one_line(content):
     Path("saved").mkdir()
     Path("saved/state.json").write_text(content)
-    with pytest.raises(DataError, match=r"state\.json.*(cannot be read as JSON|is damaged)") as caught:
+    with pytest.raises(
+        DataError, match=r"state\.json.*(cannot be read as JSON|is damaged)"
+    ) as caught:
         loader(config(paths=["saved"]))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("write", "damage", "says"), DAMAGED, ids=[says[:40] for *_, says in DAMAGED])
+@pytest.mark.parametrize(
+    ("write", "damage", "says"), DAMAGED, ids=[says[:40] for *_, says in DAMAGED]
+)
 def test_a_damaged_file_is_one_line(write, damage, says):
     write("a", [[BOS, *range(20), EOS] for _ in range(2)] + [[BOS, *range(21), EOS]])
     damage()
@@ -272,7 +314,9 @@ def test_a_damaged_file_is_one_line(write, damage, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["megatron", "datatrove", "llmc", "npy", "arrow", "arrow stream", "parquet"])
+@pytest.mark.parametrize(
+    "name", ["megatron", "datatrove", "llmc", "npy", "arrow", "arrow stream", "parquet"]
+)
 def test_random_damage_is_one_line(name):
     """Bytes of the index (or of a file without one) are changed or cut off: samples or one line, no crash."""
     write, settings = FORMATS[name]
@@ -281,14 +325,22 @@ def test_random_damage_is_one_line(name):
         folder.mkdir()
         write(folder / "a", files_of_documents(1)[0])
         file = max(
-            folder.iterdir(), key=lambda file: (file.suffix in (".idx", ".index"), file.suffix != ".metadata")
+            folder.iterdir(),
+            key=lambda file: (file.suffix in (".idx", ".index"), file.suffix != ".metadata"),
         )
         content = bytearray(file.read_bytes())
         for at in random.randint(0, len(content), random.randint(1, 4)):
             content[at] = random.randint(0, 256)
         file.write_bytes(content[: random.randint(len(content)) if random.rand() < 0.3 else None])
         try:
-            steps([loader(config(**settings, paths=[f"{folder}/a.*"], attend_across_documents=False))], 3)
+            steps(
+                [
+                    loader(
+                        config(**settings, paths=[f"{folder}/a.*"], attend_across_documents=False)
+                    )
+                ],
+                3,
+            )
         except DataError as error:
             assert "\n" not in str(error)
 
@@ -327,7 +379,9 @@ def test_bytes_of_ids_without_a_header(stored, typed, vocab_size):
     settings = {"tokenizer": NOTHING, "model_vocab_size": vocab_size}
     right = {2: "uint16", 4: "uint32", 8: "int64"}[np.dtype(stored).itemsize]
     if np.dtype(typed or smallest_dtype(vocab_size)).itemsize != np.dtype(stored).itemsize:
-        with pytest.raises(DataError, match=rf"a\.bin: its ids seem .*; would work: data\.dtype={right}$"):
+        with pytest.raises(
+            DataError, match=rf"a\.bin: its ids seem .*; would work: data\.dtype={right}$"
+        ):
             loader(config(dtype=typed), **settings)
         typed = right
     assert loader(config(dtype=typed), **settings).next().inputs_BT[0].tolist() == ids[:T].tolist()

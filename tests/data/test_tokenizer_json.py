@@ -52,7 +52,11 @@ START, END = "<|im_start|>", "<|endoftext|>"
     ],
 )
 def test_bos_and_eos_and_those_of_the_export(
-    tokenizer_config: Any, special_tokens_map: Any, fields: dict[str, str], document: list[int], file: Path
+    tokenizer_config: Any,
+    special_tokens_map: Any,
+    fields: dict[str, str],
+    document: list[int],
+    file: Path,
 ) -> None:
     write_settings(file, tokenizer_config=tokenizer_config, special_tokens_map=special_tokens_map)
     file.with_name("chat_template.jinja").write_text("{{ messages }}")
@@ -64,7 +68,9 @@ def test_bos_and_eos_and_those_of_the_export(
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (folder / name).read_bytes() == file.with_name(name).read_bytes()
     if tokenizer_config is not None:
-        kept = {f"{name}_token": token for name, token in fields.items() if token} | tokenizer_config
+        kept = {
+            f"{name}_token": token for name, token in fields.items() if token
+        } | tokenizer_config
         assert json.loads((folder / "tokenizer_config.json").read_text()) == kept
 
 
@@ -73,7 +79,11 @@ def test_bos_and_eos_and_those_of_the_export(
     [
         (None, {}, "no tokenizer_config.json in its folder defines bos_token"),
         (None, {"bos": ""}, "no tokenizer_config.json in its folder defines eos_token"),
-        ({"bos_token": None}, {}, "defines eos_token; would work: tokenizer.eos=\"'<|endoftext|>'\""),
+        (
+            {"bos_token": None},
+            {},
+            "defines eos_token; would work: tokenizer.eos=\"'<|endoftext|>'\"",
+        ),
         ({"eos_token": "</s>"}, {}, "has no token '</s>' for eos; would work: tokenizer.eos="),
         (CHAT, {"bos": "<s>"}, "has no token '<s>' for bos; would work: tokenizer.bos="),
         ([], {}, "an array, not an object"),
@@ -93,7 +103,10 @@ def test_values_in_an_error_can_be_typed(file: Path) -> None:
         build_tokenizer(huggingface(file, bos=""))
     offered = str(caught.value).split("would work: ")[1].removesuffix(" for none").split(", ")
     typed = [shlex.split(option) for option in offered]
-    assert [compose_job(["tokenizer=qwen3", *each]).tokenizer.eos for each in typed] == [*SPECIAL, ""]
+    assert [compose_job(["tokenizer=qwen3", *each]).tokenizer.eos for each in typed] == [
+        *SPECIAL,
+        "",
+    ]
 
 
 def test_ids_may_have_gaps(file: Path) -> None:
@@ -112,22 +125,34 @@ def test_a_document_cannot_end_itself_also_if_the_file_does_not_mark_the_token(f
     ours = build_tokenizer(huggingface(file, bos="", eos="<think>"))
     assert ours.eos_id == 1003 and 1003 not in ours.encode("a<think>b")
     ours = build_tokenizer(huggingface(file, bos="", eos=END))
-    assert not {1000, 1001, 1002} & set(ours.encode("".join(SPECIAL))) and 1003 in ours.encode("a<think>b")
+    assert not {1000, 1001, 1002} & set(ours.encode("".join(SPECIAL))) and 1003 in ours.encode(
+        "a<think>b"
+    )
     assert ours.encode_prompt("".join(SPECIAL)) == [1000, 1001, 1002]
 
 
 def test_a_panic_of_the_library_is_one_line(file: Path) -> None:
     """A regex that tries too much ends in Rust's PanicException, which is no Exception."""
     content = json.loads(file.read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(h+)+$"}, "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(h+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, content["pre_tokenizer"]],
+    }
     file.write_text(json.dumps(content))
     ours, text = build_tokenizer(huggingface(file, bos="", eos="")), "h" * 60 + "x"
     assert ours.encode("hhh")
     calls: list[Any] = [ours.encode, ours.encode_prompt]
     calls += [lambda text: ours.encode_batch([text]), lambda text: ours.encode_marked([text])]
     for call in calls:
-        with pytest.raises(DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex") as caught:
+        with pytest.raises(
+            DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex"
+        ) as caught:
             call(text)
         assert "\n" not in str(caught.value)
 

@@ -65,7 +65,9 @@ def random_texts() -> list[str]:
     return few + ["".join(rng.choices(CHARACTERS, k=12)) + rest for _ in range(250)]
 
 
-@pytest.mark.parametrize("texts", [AWKWARD, sources(20), random_texts()], ids=["awkward", "code", "random"])
+@pytest.mark.parametrize(
+    "texts", [AWKWARD, sources(20), random_texts()], ids=["awkward", "code", "random"]
+)
 def test_ids_and_texts(pair: Pair, texts: list[str]) -> None:
     ours, theirs = pair.ours, pair.theirs
     is_lossless = pair.kind not in ("sentencepiece_prefix", "sentencepiece_no_bytes")
@@ -76,9 +78,13 @@ def test_ids_and_texts(pair: Pair, texts: list[str]) -> None:
         if is_lossless and (pair.kind != "huggingface" or unicodedata.is_normalized("NFC", text)):
             assert ours.decode(ids) == text, shown
         # A mark with a dummy prefix is compared with sentencepiece below; transformers does not cut.
-        if (pair.kind == "sentencepiece_prefix" and "▁" in text) or len(list(_cut_long_runs(text))) > 1:
+        if (pair.kind == "sentencepiece_prefix" and "▁" in text) or len(
+            list(_cut_long_runs(text))
+        ) > 1:
             continue
-        assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids, shown
+        assert (
+            theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
+        ), shown
         if pair.kind != "sentencepiece_no_bytes":  # unknown characters are decoded differently
             assert theirs.decode(ids) == ours.decode(ids), shown
     assert ours.encode_batch(texts) == [ours.encode(text) for text in texts]
@@ -148,7 +154,9 @@ def test_files_of_an_export(pair: Pair) -> None:
     content = json.loads((pair.folder / "tokenizer_config.json").read_text())
     if pair.kind == "huggingface":
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            assert (pair.folder / name).read_bytes() == pair.config.file.with_name(name).read_bytes()
+            assert (pair.folder / name).read_bytes() == pair.config.file.with_name(
+                name
+            ).read_bytes()
         return
     assert content["model_input_names"] == ["input_ids", "attention_mask"]
     assert content["add_bos_token"] is True and content["add_eos_token"] is False
@@ -187,7 +195,9 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
     found = [build_tokenizer(config).fingerprint for config in configs]
     assert len(set(found)) == len(configs)
     assert [build_tokenizer(config).fingerprint for config in configs] == found
-    assert vocabulary_size(TokenizerConfig("tiktoken", str(tmp_path / "elsewhere"), "llama3")) is None
+    assert (
+        vocabulary_size(TokenizerConfig("tiktoken", str(tmp_path / "elsewhere"), "llama3")) is None
+    )
 
 
 # -- sentencepiece ----
@@ -196,7 +206,10 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
 def test_a_dummy_prefix_is_sentencepieces(tmp_path: Path) -> None:
     """Also with U+2581 in the text, which sentencepiece treats as a space."""
     config = write_sentencepiece(tmp_path / "pieces")
-    theirs, reference = exported(config, tmp_path).theirs, sentencepiece.SentencePieceProcessor(config.path)
+    theirs, reference = (
+        exported(config, tmp_path).theirs,
+        sentencepiece.SentencePieceProcessor(config.path),
+    )
     for text in ["", " ", "a", " a", "▁a", "a▁b ▁ c▁", "\n", "  two", "é▁☃"]:
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == reference.encode(text)
@@ -213,7 +226,9 @@ def test_a_control_token_is_not_merged_from_characters(tmp_path: Path) -> None:
 
 
 def test_a_model_without_bos_and_eos(tmp_path: Path) -> None:
-    _, ours, theirs, *_ = exported(write_sentencepiece(tmp_path / "pieces", bos_id=-1, eos_id=-1), tmp_path)
+    _, ours, theirs, *_ = exported(
+        write_sentencepiece(tmp_path / "pieces", bos_id=-1, eos_id=-1), tmp_path
+    )
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (None, None)
     assert theirs("a b")["input_ids"] == ours.encode("a b") and len(theirs) == ours.vocab_size
 
@@ -226,10 +241,15 @@ def test_a_model_without_bos_and_eos(tmp_path: Path) -> None:
         ({"remove_extra_whitespaces": True}, "removes repeated spaces"),
         ({"treat_whitespace_as_suffix": True}, "treats spaces in an unusual way"),
         ({"user_defined_symbols": ["<x>"]}, "has both a dummy prefix and user defined symbols"),
-        ({"user_defined_symbols": ["a b"], "add_dummy_prefix": False}, "has pieces with plain spaces"),
+        (
+            {"user_defined_symbols": ["a b"], "add_dummy_prefix": False},
+            "has pieces with plain spaces",
+        ),
     ],
 )
-def test_features_without_support_are_refused(options: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_features_without_support_are_refused(
+    options: dict[str, object], says: str, tmp_path: Path
+) -> None:
     config = write_sentencepiece(tmp_path / "pieces", files=3, vocab_size=400, **options)
     message = f"^tokenizer file .*pieces {says}, which tokenizer.json does not support$"
     with pytest.raises(DataError, match=message):
@@ -328,7 +348,10 @@ def test_the_tokenizer_json_that_came_with_it_is_exported(folder: str, tmp_path:
     special = {"eos_token": "<|eot|>", "bos_token": SETS["llama4"].bos}
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == special
     for other in (
-        {**published, "model": {**published["model"], "merges": published["model"]["merges"][:300]}},
+        {
+            **published,
+            "model": {**published["model"], "merges": published["model"]["merges"][:300]},
+        },
         {**published, "added_tokens": published["added_tokens"][:-1]},
         {},
     ):
@@ -361,7 +384,9 @@ ALL_BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for by
         ),
     ],
 )
-def test_a_bad_file_is_one_line(kinds: str, content: bytes | None, says: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_one_line(
+    kinds: str, content: bytes | None, says: str, tmp_path: Path
+) -> None:
     for kind in kinds.split():
         file = tmp_path / kind
         if content is not None:

@@ -37,23 +37,31 @@ def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def texts(number: int) -> list[str]:
     chosen = random.Random(number)
-    return ["".join(chosen.choices("ab é\n\u2603", k=chosen.choice([0, 5, 60]))) for _ in range(number)]
+    return [
+        "".join(chosen.choices("ab é\n\u2603", k=chosen.choice([0, 5, 60]))) for _ in range(number)
+    ]
 
 
 def write_corpus() -> list[str]:
     """Write files of all formats; return their documents in the order of the sorted paths."""
-    lines = [json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts(120))]
+    lines = [
+        json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts(120))
+    ]
     lines[40:40] = ["", "  "]
     Path("a.jsonl").write_text("\ufeff" + "\n".join(lines))
     with gzip.open("b.jsonl.gz", "wt") as file:
         file.writelines(f"{json.dumps({'text': text})}\n" for text in texts(30))
-    pyarrow.parquet.write_table(pyarrow.table({"text": [*texts(70), None]}), "c.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": [*texts(70), None]}), "c.parquet", row_group_size=7
+    )
     Path("d.txt").write_text(texts(300)[-1] * 20)
     Path("e.txt").write_bytes(b"ab\xffcd")
     return [*texts(120), *texts(30), *texts(70), "", texts(300)[-1] * 20, "ab\ufffdcd"]
 
 
-def expected(documents: list[str], config: TokenizerConfig) -> dict[str, tuple[list[int], list[int]]]:
+def expected(
+    documents: list[str], config: TokenizerConfig
+) -> dict[str, tuple[list[int], list[int]]]:
     """Tokens and starts of each split, by a plain loop."""
     tokenizer = build_tokenizer(config)
     found: dict[str, tuple[list[int], list[int]]] = {"train": ([], []), "validation": ([], [])}
@@ -65,7 +73,9 @@ def expected(documents: list[str], config: TokenizerConfig) -> dict[str, tuple[l
     return found
 
 
-def tokenized(config: TokenizerConfig = PLAIN, **settings: Any) -> dict[str, tuple[list[int], list[int]]]:
+def tokenized(
+    config: TokenizerConfig = PLAIN, **settings: Any
+) -> dict[str, tuple[list[int], list[int]]]:
     read = {"paths": ["*.*"], "encoding_errors": "replace", "cache_dir": "cache", **settings}
     source = LocalFiles(DataConfig(**read), "train")
     common = {"held_out": HELD_OUT, "wait_for_all": None, "is_builder": True}
@@ -101,7 +111,9 @@ def test_a_larger_fraction_holds_out_the_same_documents_and_more() -> None:
 
 @pytest.mark.parametrize("wrong", [0, 1, 4, 8])
 @pytest.mark.parametrize("unit_bytes", [1, 30, 1000])
-def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(wrong: int, unit_bytes: int) -> None:
+def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(
+    wrong: int, unit_bytes: int
+) -> None:
     lines = [json.dumps({"text": "x" * i}).encode() for i in range(9)]
     for content, says in (
         (b"no JSON", "not a JSON object"),

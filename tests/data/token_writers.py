@@ -15,13 +15,17 @@ def files_of_documents(count=3):
     """Documents of ``count`` files, uneven, some shorter and some longer than a sample, none empty."""
     random = np.random.RandomState(7)
     lengths = [[40, 1, 3, 90, 2, 17], [5, 5], [64, 30, 1, 1, 200]]
-    return [[[BOS, *random.randint(0, 256, n), EOS] for n in lengths[file % 3]] for file in range(count)]
+    return [
+        [[BOS, *random.randint(0, 256, n), EOS] for n in lengths[file % 3]] for file in range(count)
+    ]
 
 
 # Writers of each format, by its published description. Each writes the documents of one file.
 
 
-def write_megatron(stem, documents, code=8, dtype="<u2", modes=False, head=b"MMIDIDX\0\0", version=1):
+def write_megatron(
+    stem, documents, code=8, dtype="<u2", modes=False, head=b"MMIDIDX\0\0", version=1
+):
     """As Megatron-Core: int32 lengths, int64 pointers, int64 first sequences; two sequences in a document."""
     sequences = [half for each in documents for half in (each[:2], each[2:])]
     sizes = np.array([len(each) for each in sequences], "<i4")
@@ -56,7 +60,10 @@ def write_npy(stem, documents, dtype="<u2"):
 
 def lists(documents, kind=None):
     return pa.table(
-        {"id": range(len(documents)), "input_ids": pa.array(documents, kind or pa.list_(pa.int32()))}
+        {
+            "id": range(len(documents)),
+            "input_ids": pa.array(documents, kind or pa.list_(pa.int32())),
+        }
     )
 
 
@@ -104,4 +111,6 @@ FORMATS = {
 
 
 def config(**settings):
-    return DataConfig(kind="tokens", shuffle=False, cache_dir="cache", **{"paths": ["*.*"], **settings})
+    return DataConfig(
+        kind="tokens", shuffle=False, cache_dir="cache", **{"paths": ["*.*"], **settings}
+    )

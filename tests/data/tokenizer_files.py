@@ -89,7 +89,9 @@ def write_sentencepiece(file: Path, *, files: int = 50, **options: object) -> To
 def merges_of_source_code() -> list[bytes]:
     """The multi-byte pieces of a sentencepiece model, in order, as merges of a tiktoken file."""
     with TemporaryDirectory() as folder:
-        config = write_sentencepiece(Path(folder) / "pieces", vocab_size=4000, add_dummy_prefix=False)
+        config = write_sentencepiece(
+            Path(folder) / "pieces", vocab_size=4000, add_dummy_prefix=False
+        )
         model = sentencepiece.SentencePieceProcessor(model_file=config.path)
     kinds = (model.is_control, model.is_byte, model.is_unknown)
     plain = (i for i in range(len(model)) if not any(is_kind(i) for is_kind in kinds))

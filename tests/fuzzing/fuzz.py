@@ -54,7 +54,9 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=1000)
     parser.add_argument("--only", help="one line by its own seed, e.g. 3.17; shows how it ended")
     typed = parser.parse_args()
-    seeds = [typed.only] if typed.only else [f"{typed.seed}.{number}" for number in range(typed.lines)]
+    seeds = (
+        [typed.only] if typed.only else [f"{typed.seed}.{number}" for number in range(typed.lines)]
+    )
     bad = 0
     with serving() as run:
         for made in map(line, seeds):

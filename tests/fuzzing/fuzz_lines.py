@@ -89,7 +89,9 @@ def _override(draw: random.Random, verb: str) -> str:
         names = sorted(set(names) - {name for name, _, _ in leaves(Job())}) or names
     name = draw.choice(names)
     if kind < 0.36:
-        return draw.choice(values.STRUCTURES).format(part=name.split(".")[0], name=name.split(".")[-1])
+        return draw.choice(values.STRUCTURES).format(
+            part=name.split(".")[0], name=name.split(".")[-1]
+        )
     value = draw.choice(draw.choice(values.KINDS))
     return f"{draw.choices(('', '+', '++', '~'), (20, 1, 1, 1))[0]}{_misspelt(draw, name, 0.1)}={value}"
 
@@ -99,7 +101,12 @@ def _misspelt(draw: random.Random, name: str, share: float) -> str:
         return name
     place = draw.randrange(len(name))
     return draw.choice(
-        (name[:place] + name[place + 1 :], name[:place] + "x" + name[place:], name.upper(), f"{name}.")
+        (
+            name[:place] + name[place + 1 :],
+            name[:place] + "x" + name[place:],
+            name.upper(),
+            f"{name}.",
+        )
     )
 
 
@@ -114,8 +121,18 @@ def _add_file(draw: random.Random, made: Line) -> None:
 
 def _parsed(draw: random.Random, verb: str) -> list[str]:
     """Arguments of the verbs that take folders."""
-    words = [*values.PATHS, *values.WEIGHTS * 3, *values.NO_OVERRIDES, *values.PARSED_FLAGS, "runs", "sweeps"]
+    words = [
+        *values.PATHS,
+        *values.WEIGHTS * 3,
+        *values.NO_OVERRIDES,
+        *values.PARSED_FLAGS,
+        "runs",
+        "sweeps",
+    ]
     drawn = [draw.choice(words) for _ in range(draw.randint(0, 3))]
     if verb != "sweep":
         return drawn
-    return [draw.choice(("status", "resume", "collect", "cancel", "stat", "", "nope", "-h")), *drawn[1:]]
+    return [
+        draw.choice(("status", "resume", "collect", "cancel", "stat", "", "nope", "-h")),
+        *drawn[1:],
+    ]

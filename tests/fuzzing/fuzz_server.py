@@ -68,7 +68,9 @@ def make_folder(folder: Path, run: Path) -> None:
     """Make the files that ``fuzz_values.PATHS`` and ``WEIGHTS`` name, with a copy of a run."""
     shutil.copytree(run, folder / "run")
     (folder / "hf").mkdir()
-    save_file({"lm_head.weight": np.ones((258, 16), np.float32)}, folder / "hf" / "model.safetensors")
+    save_file(
+        {"lm_head.weight": np.ones((258, 16), np.float32)}, folder / "hf" / "model.safetensors"
+    )
     for name, text in {**JSON, "hf/config.json": HF, "file": "text\n"}.items():
         (folder / name).write_text(text)
     (folder / "folder").mkdir()
@@ -106,7 +108,9 @@ def serving() -> Iterator[Callable[[Line], Ended]]:
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
                 code, cpu_seconds = json.loads(process.stdout.readline())
-                out, err = ((Path(name) / each).read_text(errors="replace") for each in ("out", "err"))
+                out, err = (
+                    (Path(name) / each).read_text(errors="replace") for each in ("out", "err")
+                )
                 return Ended(code, out, err, cpu_seconds, sorted(set(os.listdir(folder)) - before))
 
         yield run

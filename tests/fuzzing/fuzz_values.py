@@ -110,22 +110,60 @@ STARTS = {
 """Overrides that lead to the code that a verb is about, and how often they are typed."""
 
 FLAGS = [
-    *words("-h --help --cfg -m -sc --info --package --run --resolve --jsn --json -x -- --- --cfg=job=x"),
+    *words(
+        "-h --help --cfg -m -sc --info --package --run --resolve --jsn --json -x -- --- --cfg=job=x"
+    ),
     *words("-m=3 -ü --version -hx -cn --hydra-help -mc --multirun -1 -cd=folder --cfg=hydra"),
-    *("--cfg job", "--cfg nope", "-c all", "--cfg job --resolve", "-m -m", "--cfg job -p nope", "-m --cfg"),
-    *("--cfg job --package model.rope", "-m --cfg job", "-m --help", "-sc install=bash", "-cd /nowhere"),
-    *("-cd .", "-cd file", "-cp x", "-cn nope", "-cn plan", "--experimental-rerun x", "-cn x" + LONG),
+    *(
+        "--cfg job",
+        "--cfg nope",
+        "-c all",
+        "--cfg job --resolve",
+        "-m -m",
+        "--cfg job -p nope",
+        "-m --cfg",
+    ),
+    *(
+        "--cfg job --package model.rope",
+        "-m --cfg job",
+        "-m --help",
+        "-sc install=bash",
+        "-cd /nowhere",
+    ),
+    *(
+        "-cd .",
+        "-cd file",
+        "-cp x",
+        "-cn nope",
+        "-cn plan",
+        "--experimental-rerun x",
+        "-cn x" + LONG,
+    ),
     *("--cfg all -p hydra", "--cfg job -p ''"),
 ]
 
-PARSED_FLAGS = words("--newest --json --out --out=file/x --out=/dev/full --runs=x --calibration=folder -x")
+PARSED_FLAGS = words(
+    "--newest --json --out --out=file/x --out=/dev/full --runs=x --calibration=folder -x"
+)
 
 GLOBAL = [
     *("training:\n steps: 3\n   x: 4", "training:\n\tsteps: 3", "name: [a", "name: a\nname: b"),
     *("- a", "name: *nope", "name: &a [*a]", "name: !!python/object:os.system x", "1: 2", "? a"),
     *("name: yes", "name: \xff\xfe"),
-    *("training: 3", "training: null", "training: [1]", "name: ${nope}", "name: ${", f"name: {LONG}"),
-    *("defaults: 3", "defaults: [nope]", "defaults: [override /nope: a]", "defaults: [/experiment: mine]"),
+    *(
+        "training: 3",
+        "training: null",
+        "training: [1]",
+        "name: ${nope}",
+        "name: ${",
+        f"name: {LONG}",
+    ),
+    *(
+        "defaults: 3",
+        "defaults: [nope]",
+        "defaults: [override /nope: a]",
+        "defaults: [/experiment: mine]",
+    ),
     *("defaults: [{a: b, c: d}]", "hydra: {output_subdir: x}", "hydra: 3", "hydra: {mode: X}"),
     *("hydra: {sweeper: {params: 3}}", "hydra: {sweeper: {params: {points: 3}}}"),
     "hydra: {sweeper: {params: {training.steps: [1, 2], nope: '3,4'}}}",
@@ -136,8 +174,25 @@ GLOBAL = [
 
 FILES = [
     *(f"# @package _global_\n{text}\n" for text in GLOBAL),
-    *("name: 'a\n", "\xff\xfea\x00b\x00", "", "3", "[a, b]", "text", "null", "%x\n", "# @package a..b\n"),
-    *("dim: 1e999\n", "dim: .inf\n", "dim: 2026-01-01\n", "name: a\x00b\n", "name: a\x07b\n", "{" * 300),
+    *(
+        "name: 'a\n",
+        "\xff\xfea\x00b\x00",
+        "",
+        "3",
+        "[a, b]",
+        "text",
+        "null",
+        "%x\n",
+        "# @package a..b\n",
+    ),
+    *(
+        "dim: 1e999\n",
+        "dim: .inf\n",
+        "dim: 2026-01-01\n",
+        "name: a\x00b\n",
+        "name: a\x07b\n",
+        "{" * 300,
+    ),
     "---\na: 1\n---\nb: 2\n",
 ]
 
@@ -145,7 +200,9 @@ ENVIRONMENTS = [
     *words(
         "HOME=/nowhere HOME= USER= PATH= LANG=C TMPDIR=/nowhere COLUMNS=x CUDA_VISIBLE_DEVICES=nope TERM=dumb"
     ),
-    *words("HYDRA_FULL_ERROR=x OMP_NUM_THREADS=x NO_COLOR=1 SLURM_CONF=/nowhere SLURM_JOB_ID=x COMP_LINE=x"),
+    *words(
+        "HYDRA_FULL_ERROR=x OMP_NUM_THREADS=x NO_COLOR=1 SLURM_CONF=/nowhere SLURM_JOB_ID=x COMP_LINE=x"
+    ),
 ]
 LOCAL = "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
 LAUNCHERS = [
@@ -159,7 +216,11 @@ LAUNCHERS = [
         "RANK=0 WORLD_SIZE=2 MASTER_PORT=29500",
         f"RANK=0 WORLD_SIZE=2 {LOCAL}",
     ),
-    *(f"RANK=2 WORLD_SIZE=2 {LOCAL}", f"RANK=0 WORLD_SIZE=2 {LOCAL}9", "WORLD_SIZE=4 MASTER_ADDR=nowhere"),
+    *(
+        f"RANK=2 WORLD_SIZE=2 {LOCAL}",
+        f"RANK=0 WORLD_SIZE=2 {LOCAL}9",
+        "WORLD_SIZE=4 MASTER_ADDR=nowhere",
+    ),
     *(f"RANK=0 WORLD_SIZE={'9' * 5000}", "RANK=0 WORLD_SIZE=\u0663"),
 ]
 """What launchers set, or part of it."""

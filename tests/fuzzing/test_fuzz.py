@@ -18,7 +18,11 @@ from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 def test_a_draw_of_lines() -> None:
     drawn = [line(f"0.{number}") for number in range(60)]
-    assert drawn == [line(f"0.{number}") for number in range(60)] != [line(f"1.{n}") for n in range(60)]
+    assert (
+        drawn
+        == [line(f"0.{number}") for number in range(60)]
+        != [line(f"1.{n}") for n in range(60)]
+    )
     with serving() as run:
         ended = [(each, run(each)) for each in drawn]
     assert [(wrong, each, end.err) for each, end in ended if (wrong := judged(each, end))] == []
@@ -68,7 +72,11 @@ def shell(command: str, folder: Path, **environment: str) -> subprocess.Complete
     ("command", "code", "err"),
     [
         ("$PLAN --json | true", EXIT_OK, ""),
-        ("$PLAN > /dev/full", EXIT_MACHINE, "standard output cannot be written: No space left on device"),
+        (
+            "$PLAN > /dev/full",
+            EXIT_MACHINE,
+            "standard output cannot be written: No space left on device",
+        ),
         (
             "$PLAN $'name=\\xff'",
             EXIT_USER,
@@ -76,7 +84,9 @@ def shell(command: str, folder: Path, **environment: str) -> subprocess.Complete
         ),
     ],
 )
-def test_streams_and_arguments_that_cannot_be_used(command: str, code: int, err: str, tmp_path: Path) -> None:
+def test_streams_and_arguments_that_cannot_be_used(
+    command: str, code: int, err: str, tmp_path: Path
+) -> None:
     done = shell(command, tmp_path)
     assert (done.returncode, done.stderr) == (code, f"error: {err}\n" if err else "")
 

@@ -56,7 +56,9 @@ class Granted(Allocation):
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return compose_job(["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.max_requeues=2"])
+    return compose_job(
+        ["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.max_requeues=2"]
+    )
 
 
 VERDICTS = {
@@ -65,7 +67,13 @@ VERDICTS = {
     "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "killed, named late": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
-    "ended by srun": (EXITED + ENDED + ENDED_TOO, "RUNNING", EXIT_MACHINE, PEER, (0, "RuntimeError")),
+    "ended by srun": (
+        EXITED + ENDED + ENDED_TOO,
+        "RUNNING",
+        EXIT_MACHINE,
+        PEER,
+        (0, "RuntimeError"),
+    ),
     "leaves": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "all leave": ("", "RUNNING", None, None, (0, "RankDied")),
     "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
@@ -75,7 +83,13 @@ VERDICTS = {
     "srun told to end": (FORCED + KILLED + ENDED, "RUNNING", None, None, None),
     "cancelled": (ENDED + KILLED, "CANCELLED", None, None, None),
     "done": ("", "RUNNING", EXIT_OK, None, None),
-    "srun fails": ("srun: error: Unable to create step\n", "RUNNING", None, None, (None, "StepFailed")),
+    "srun fails": (
+        "srun: error: Unable to create step\n",
+        "RUNNING",
+        None,
+        None,
+        (None, "StepFailed"),
+    ),
     "srun killed": (BOTH, "RUNNING", EXIT_MACHINE, PEER, (None, "StepFailed")),
 }
 CODES = {
@@ -181,7 +195,9 @@ def test_srun_is_started_again_while_the_controller_is_away(
     assert submitted.row.get("error.kind") == ("machine" if ends[1] == "failed" else None)
 
 
-def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
     received = Received()
@@ -222,7 +238,9 @@ def test_nodes_of_slow_ranks_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, excludes: bool
 ) -> None:
     asked: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(attempt.queue, "requeue", lambda job_id, nodes: asked.append((job_id, nodes)))
+    monkeypatch.setattr(
+        attempt.queue, "requeue", lambda job_id, nodes: asked.append((job_id, nodes))
+    )
     found = {"device": "H100", "phase": "forward", "excess": 0.3, "step": 20}
     slow = [
         {"rank": rank, "host": host, "until": until, **found}
@@ -233,14 +251,23 @@ def test_nodes_of_slow_ranks_are_left_out(
     assert attempt._requeue(slowed, RunFolder(tmp_path), Granted("RUNNING"), 10.0) == EXIT_RESUMABLE
     assert asked == [("7", ["node2"] if excludes else [])]
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status.get("excluded")) == ("requeued", ["node2"] if excludes else None)
+    assert (status["state"], status.get("excluded")) == (
+        "requeued",
+        ["node2"] if excludes else None,
+    )
     # Without a requeue the job says whether its time was up.
     limit = 60.0 * (job.cluster.minutes or 0) - job.cluster.signal_seconds
-    assert _why_not_requeued(job, limit - 20).startswith("the time limit was reached (cluster.time=")
-    assert _why_not_requeued(job, limit / 2).startswith("SLURM stopped the job, and cluster.max_requeues=2")
+    assert _why_not_requeued(job, limit - 20).startswith(
+        "the time limit was reached (cluster.time="
+    )
+    assert _why_not_requeued(job, limit / 2).startswith(
+        "SLURM stopped the job, and cluster.max_requeues=2"
+    )
 
 
-def start(run: Path, code: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(
+    run: Path, code: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "harness.launch.batch", *arguments],
         env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", **environment},
@@ -287,15 +314,23 @@ def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder, j
     done = start(run, ROOT, str(run), "--code", f"{run}/code/1")
     assert (done.returncode, submitted.state) == (EXIT_MACHINE, "failed")
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: the job was submitted with the code in {run}/code/1, which is not there")
+    assert line.startswith(
+        f"error: the job was submitted with the code in {run}/code/1, which is not there"
+    )
     row = submitted.row
-    assert (row["error.type"], row["error.kind"], row["exit_code"]) == ("WrongCode", "machine", EXIT_MACHINE)
+    assert (row["error.type"], row["error.kind"], row["exit_code"]) == (
+        "WrongCode",
+        "machine",
+        EXIT_MACHINE,
+    )
     assert submitted.errors.first()["message"] == row["error.message"]  # type: ignore[index]
 
 
 def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_path: Path) -> None:
     code = tmp_path / "code"
-    shutil.copytree(ROOT / "harness", code / "harness", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "harness", code / "harness", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (code / "harness" / "run" / "folder.py").write_text("def broken(\n")
     (tmp_path / "list").write_text(f"/nobody\n{submitted.path}\n")
     done = start(tmp_path, code, "--list", str(tmp_path / "list"), SLURM_ARRAY_TASK_ID="1")

@@ -36,7 +36,13 @@ hardware:
   link_gb_s: 450
   units: 78
 """
-JOB = ["model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16", "parallelism.dp_shard=8"]
+JOB = [
+    "model=llama3_8b",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "precision=bf16",
+    "parallelism.dp_shard=8",
+]
 SAME = [
     *("half_tflops=989.4", "float32_tflops=66.9", "float8_tflops=1978.9"),
     *("memory_gib=80", "memory_tb_s=3.35", "link_gb_s=450", "units=132"),
@@ -70,15 +76,21 @@ def test_a_file_of_the_user_describes_an_accelerator(on_h20: Job) -> None:
     assert (make_plan(smaller).memory_limit or 0) < 48 * 2**30 < (plan.memory_limit or 0)
     # The job is the same on any hardware.
     assert on_h20.id == compose_job([*JOB, "cluster=slurm"]).id
-    assert {role for name, role, _ in leaves(on_h20) if name.startswith("cluster.hardware")} == {"label"}
+    assert {role for name, role, _ in leaves(on_h20) if name.startswith("cluster.hardware")} == {
+        "label"
+    }
     assert Job.from_json(on_h20.to_json()).cluster == on_h20.cluster
 
 
-def test_an_h100_described_by_its_numbers_is_planned_as_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_h100_described_by_its_numbers_is_planned_as_an_h100(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("harness.tools.plan.machine.OTHER", ACHIEVED["H100 SXM"])
     known = compose_job([*JOB, CLUSTER, "compile=on"])
     typed = ("cluster.accelerator=Mine", *(f"cluster.hardware.{each}" for each in SAME))
-    plan, described = (make_plan(job) for job in (known, compose_job([*JOB, CLUSTER, "compile=on", *typed])))
+    plan, described = (
+        make_plan(job) for job in (known, compose_job([*JOB, CLUSTER, "compile=on", *typed]))
+    )
     assert described.speed is not None and plan.speed is not None
     assert described.speed.step_seconds == pytest.approx(plan.speed.step_seconds, rel=1e-9)
     assert described.memory_limit == plan.memory_limit
@@ -90,9 +102,15 @@ def test_an_h100_described_by_its_numbers_is_planned_as_an_h100(monkeypatch: pyt
 
 def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:
     cluster = on_h20.cluster
-    assert cluster.with_device("NVIDIA H20") == cluster and cluster.with_device("NVIDIA H20-3e") is None
+    assert (
+        cluster.with_device("NVIDIA H20") == cluster
+        and cluster.with_device("NVIDIA H20-3e") is None
+    )
     other = cluster.with_device("NVIDIA H200")
-    assert other is not None and (other.accelerator, other.hardware) == ("H200 SXM", HardwareConfig())
+    assert other is not None and (other.accelerator, other.hardware) == (
+        "H200 SXM",
+        HardwareConfig(),
+    )
     assert peak_of("NVIDIA H20", "bfloat16", cluster.gpu).flops == 148e12
     assert find_accelerator("NVIDIA H20") is None
     # A device that drivers do not tell from others is recognized where the user says so.
@@ -100,7 +118,9 @@ def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:
     found = ClusterConfig(accelerator="H100 96GB", hardware=described).with_device("NVIDIA H100")
     assert found is not None and found.gpu is not None and found.gpu.memory_gib == 96
     # Rows are predicted on the device that they were measured on.
-    here = machine_of_row({"device": "NVIDIA H20", **{f"job.{n}": value for n, _, value in leaves(on_h20)}})
+    here = machine_of_row(
+        {"device": "NVIDIA H20", **{f"job.{n}": value for n, _, value in leaves(on_h20)}}
+    )
     assert here == cluster
     h100 = compose_job([*JOB, CLUSTER])
     rates = [
@@ -117,5 +137,7 @@ def test_constants_are_fitted_on_the_described_accelerator(on_h20: Job, tmp_path
     rows = [Measured(unnamed, predicted_rate(on_h20, truth), "NVIDIA H20")]
     found, runs = calibrate(rows, tmp_path, on_h20.cluster)
     assert found.constants.matmul == pytest.approx(0.5, rel=0.03) and runs[0].job == on_h20
-    with pytest.raises(UserError, match=r"unknown hardware; would work: .*device_name='NVIDIA H20'"):
+    with pytest.raises(
+        UserError, match=r"unknown hardware; would work: .*device_name='NVIDIA H20'"
+    ):
         calibrate(rows, tmp_path)

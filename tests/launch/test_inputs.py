@@ -31,10 +31,17 @@ def as_if_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def require(*typed: str) -> None:
-    require_inputs(compose_job(["model=llama3_tiny", "cluster=slurm", "cluster.device=cpu", *typed]))
+    require_inputs(
+        compose_job(["model=llama3_tiny", "cluster=slurm", "cluster.device=cpu", *typed])
+    )
 
 
-MIXTURE = ("data=mixture", "data.sources.a.kind=synthetic", "data.weights={a: 1, b: 1}", "tokenizer=bytes")
+MIXTURE = (
+    "data=mixture",
+    "data.sources.a.kind=synthetic",
+    "data.weights={a: 1, b: 1}",
+    "tokenizer=bytes",
+)
 TOKENS = ("data=tokens", "tokenizer=bytes")
 LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
 
@@ -44,10 +51,22 @@ LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
     [
         ((*LOCAL, "data.paths=[{here}/nope.txt]"), "data.paths=.*no file matches"),
         ((*LOCAL, "data.paths=[{here}/nope/**/*.txt]"), "data.paths=.*no file matches"),
-        ((*LOCAL, "data.paths=[{here}/a.txt]", "data.validation_paths=[{here}/b]"), "data.validation_paths="),
-        ((*MIXTURE, "data.sources.b={kind: tokens, paths: [{here}/nope]}"), "data.sources.b.paths=.*no file"),
-        (("tokenizer.kind=huggingface", "tokenizer.path={here}/nope.json"), "tokenizer.path=.*no such file"),
-        (("checkpoint.initial_load_path={here}/nope",), "checkpoint.initial_load_path=.*no such folder"),
+        (
+            (*LOCAL, "data.paths=[{here}/a.txt]", "data.validation_paths=[{here}/b]"),
+            "data.validation_paths=",
+        ),
+        (
+            (*MIXTURE, "data.sources.b={kind: tokens, paths: [{here}/nope]}"),
+            "data.sources.b.paths=.*no file",
+        ),
+        (
+            ("tokenizer.kind=huggingface", "tokenizer.path={here}/nope.json"),
+            "tokenizer.path=.*no such file",
+        ),
+        (
+            ("checkpoint.initial_load_path={here}/nope",),
+            "checkpoint.initial_load_path=.*no such folder",
+        ),
         # What is here, or cannot be seen from here.
         ((*LOCAL, "data.paths=[{here}/nope.txt,{here}/a.*]"), ""),
         ((*TOKENS, "data.paths=[{here}/prefix]"), ""),
@@ -73,8 +92,12 @@ def test_a_run_on_this_machine_sees_all_paths(tmp_path: Path) -> None:
     for path in ("/not/here/either/*.txt", "/local/data/*.txt", f"{tmp_path}/*.txt"):
         with pytest.raises(ConfigError, match="no file matches"):
             require_inputs(compose_job([*LOCAL, "model=llama3_tiny", f"data.paths=[{path}]"]))
-    with pytest.raises(ConfigError, match="would work: harness download repo=a/b what=tokenizer, or "):
-        require_inputs(compose_job(["tokenizer=qwen3", "tokenizer.path=assets/hf/a/b/tokenizer.json"]))
+    with pytest.raises(
+        ConfigError, match="would work: harness download repo=a/b what=tokenizer, or "
+    ):
+        require_inputs(
+            compose_job(["tokenizer=qwen3", "tokenizer.path=assets/hf/a/b/tokenizer.json"])
+        )
 
 
 def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path: Path) -> None:
@@ -88,7 +111,9 @@ def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path:
         job = compose_job([*typed, limit, *where])
         with pytest.raises(ConfigError, match="GiB that are not tokenized") as refused:
             require_tokenized(job)
-    command = re.search("would work: harness tokenize (.*) and then data=tokens", str(refused.value))
+    command = re.search(
+        "would work: harness tokenize (.*) and then data=tokens", str(refused.value)
+    )
     assert command is not None
     printed = compose_job(shlex.split(command[1]), config_name="tokenize", schema=TokenizeJob)
     names = ("kind", "paths", "format", "text_field", "validation_fraction")
@@ -124,7 +149,12 @@ ALONE = ("data.attend_across_documents=false", "tokenizer=bytes")
             r"data\.sources\.b\.paths=.*would work: null",
         ),
         (
-            ("data=chat", "data.paths=[{here}/a.jsonl]", "data.chat_template=plain", "tokenizer=bytes"),
+            (
+                "data=chat",
+                "data.paths=[{here}/a.jsonl]",
+                "data.chat_template=plain",
+                "tokenizer=bytes",
+            ),
             "harness tokenize does not read conversations; would work: null",
         ),
     ],
@@ -143,11 +173,15 @@ def open_train(job: Job) -> None:
     open_cache(source, build_tokenizer(job.tokenizer), split="train", **options)
 
 
-def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_named_twice_is_read_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("x")
     require(*LOCAL, f"data.paths=[{tmp_path}/a.txt,{tmp_path}/b.txt]")
     assert "more than once" not in capsys.readouterr().err
     require(*LOCAL, f"data.paths=[{tmp_path}/b.txt,{tmp_path}/*.txt]")
-    says = f"NOTE data.paths names {tmp_path}/b.txt more than once, and it is read once; would work: "
+    says = (
+        f"NOTE data.paths names {tmp_path}/b.txt more than once, and it is read once; would work: "
+    )
     assert says in capsys.readouterr().err

@@ -84,7 +84,9 @@ def check_end(job: Launch, starter: str, code: int) -> None:
     assert job.ranks() == {}
 
 
-def test_a_users_error_is_one_line_and_the_job_goes_on(start: Start, starter: str, tmp_path: Path) -> None:
+def test_a_users_error_is_one_line_and_the_job_goes_on(
+    start: Start, starter: str, tmp_path: Path
+) -> None:
     text = tmp_path / "corpus.txt"
     text.write_bytes(b"\xff" * 99)  # only reading it shows that it is not UTF-8
     overrides = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}/cache")
@@ -93,7 +95,11 @@ def test_a_users_error_is_one_line_and_the_job_goes_on(start: Start, starter: st
     [line] = [each for each in first.err.splitlines() if each.startswith("error: ")]
     assert str(text) in line and (starter == "torchrun" or first.err.strip() == line)
     row = first.read("result.json")
-    assert (row["exit_reason"], row["exit_code"], row["error.kind"]) == ("failed", EXIT_USER, "user")
+    assert (row["exit_reason"], row["exit_code"], row["error.kind"]) == (
+        "failed",
+        EXIT_USER,
+        "user",
+    )
     assert first.read("status.json")["state"] == "failed"
     assert all(not isinstance(value, dict) for value in row.values())
 
@@ -221,13 +227,23 @@ def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launc
     second = launch(*job, patch=patch_rank(1, "somewhere_else()") + ELSEWHERE)
     check_end(second, "harness", EXIT_MACHINE)
     row, folder = second.read("result.json"), second.run_dir / "flight_recorder"
-    assert (row["error.kind"], row["error.rank"], row["step"]) == ("collective_timeout", 0, reached + 2)
+    assert (row["error.kind"], row["error.rank"], row["step"]) == (
+        "collective_timeout",
+        0,
+        reached + 2,
+    )
     assert row["error.absent_ranks"] == [1]
     # Rank, position and operation.
-    assert f"rank 0 of 2 after step {row['step']}" in second.err and "Timed out waiting 4000ms" in second.err
+    assert (
+        f"rank 0 of 2 after step {row['step']}" in second.err
+        and "Timed out waiting 4000ms" in second.err
+    )
     assert "in harness/" in second.err and "Traceback" not in second.err
     assert "rank 1 did not reach the collective that rank 0 waited in: " in second.err
-    assert f"the collective and each rank's position: {folder.relative_to(second.folder)}" in second.err
+    assert (
+        f"the collective and each rank's position: {folder.relative_to(second.folder)}"
+        in second.err
+    )
     waiting, absent = ((folder / f"stacks-rank{rank}.txt").read_text() for rank in (0, 1))
     for rank, text in enumerate((waiting, absent)):
         assert text.startswith(f"rank {rank}, step {reached + 3}: ")
@@ -239,7 +255,13 @@ def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launc
     dumps = [read_dump("gloo_", str(folder / f"gloo_{rank}")) for rank in (0, 1)]
     ends = [dump["entries"][-1]["collective_seq_id"] for dump in dumps]  # type: ignore[index]
     assert ends[0] == ends[1] + 1
-    analysis = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "gloo_"]
+    analysis = [
+        sys.executable,
+        "-m",
+        "torch.distributed.flight_recorder.fr_trace",
+        "--prefix",
+        "gloo_",
+    ]
     done = subprocess.run([*analysis, str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
@@ -258,7 +280,9 @@ def test_a_killed_controller_leaves_no_orphans_and_no_lock(start: Start, starter
         return
     # The status of a dead controller, whose process id now belongs to another process.
     status = job.read("status.json")
-    (job.run_dir / "status.json").write_text(json.dumps({**status, "state": "running", "pid": os.getpid()}))
+    (job.run_dir / "status.json").write_text(
+        json.dumps({**status, "state": "running", "pid": os.getpid()})
+    )
     again = RunFolder(job.run_dir)
     begin(again, Job.from_json((job.run_dir / "job.json").read_text()), [])
     again.release()
@@ -266,7 +290,9 @@ def test_a_killed_controller_leaves_no_orphans_and_no_lock(start: Start, starter
 
 
 def test_numbers_gone_wrong_are_one_line_that_says_where_the_evidence_is(launch: Start) -> None:
-    job = launch("optimizer.lr=1e38", "schedule=constant", "training.steps=50", "training.max_norm=0")
+    job = launch(
+        "optimizer.lr=1e38", "schedule=constant", "training.steps=50", "training.max_norm=0"
+    )
     assert job.finish() == EXIT_NON_FINITE
     [line] = [each for each in job.err.splitlines() if each]
     assert line.startswith("error: step ") and "evidence in" in line
@@ -300,11 +326,15 @@ def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path: Path, peer_fa
 
 
 def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = with_value(tiny(*TWO_RANKS, "training.global_batch_size=4"), "cluster.start_timeout_seconds", 1)
+    job = with_value(
+        tiny(*TWO_RANKS, "training.global_batch_size=4"), "cluster.start_timeout_seconds", 1
+    )
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MachineError, match=r"^rank 1 cannot connect to the store at 127.0.0.1:1 ") as failed:
+    with pytest.raises(
+        MachineError, match=r"^rank 1 cannot connect to the store at 127.0.0.1:1 "
+    ) as failed:
         rendezvous(job)
     assert "\n" not in str(failed.value)
 
@@ -313,11 +343,15 @@ LONE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(launch: Start, number: signal.Signals) -> None:
+def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(
+    launch: Start, number: signal.Signals
+) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     job = launch(*TWO_RANKS, environment={**LONE, "MASTER_PORT": str(port)})
-    until(lambda: f"waiting for 1 of 2 ranks at localhost:{port} (WORLD_SIZE, " in job.err, PATIENCE)
+    until(
+        lambda: f"waiting for 1 of 2 ranks at localhost:{port} (WORLD_SIZE, " in job.err, PATIENCE
+    )
     assert "this is rank 0 of 2, because a launcher set RANK=0 and WORLD_SIZE=2" in job.err
     job.process.send_signal(number)
     assert job.finish() != EXIT_OK
@@ -338,7 +372,9 @@ def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(launch: Start, nu
         (["-m", "training.seed=1,2"], "a multirun (-m) starts the ranks of all its jobs"),
     ],
 )
-def test_variables_of_a_launcher_that_started_nothing(launch: Start, overrides: list[str], says: str) -> None:
+def test_variables_of_a_launcher_that_started_nothing(
+    launch: Start, overrides: list[str], says: str
+) -> None:
     job = launch(*overrides, environment={"RANK": "0", "WORLD_SIZE": "1"})
     assert job.finish() == EXIT_USER
     assert f"error: RANK=0 and WORLD_SIZE=1 are set, as torchrun does: {says}" in job.err
@@ -349,7 +385,9 @@ def test_variables_of_a_launcher_that_started_nothing(launch: Start, overrides: 
 def test_a_layout_that_does_not_fit_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**LONE, "RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"but there are 8 ranks by WORLD_SIZE, which a launcher sets"):
+    with pytest.raises(
+        ConfigError, match=r"but there are 8 ranks by WORLD_SIZE, which a launcher sets"
+    ):
         tiny(*TWO_RANKS)
     with pytest.raises(ConfigError, match=r"does not divide the world size 8 by WORLD_SIZE"):
         tiny("parallelism.dp_shard=-1", "parallelism.tp=3")
@@ -373,7 +411,12 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: 
     """Two points that are not valid jobs, one whose text is not UTF-8, and one that completes."""
     (tmp_path / "there.txt").write_text("All the world is text. " * 200)
     (tmp_path / "wrong.txt").write_bytes(b"\xff" * 99)
-    typed = ("-m", "parallelism.dp_shard=1,3", "data=local_text", "data.paths=[there.txt],[wrong.txt]")
+    typed = (
+        "-m",
+        "parallelism.dp_shard=1,3",
+        "data=local_text",
+        "data.paths=[there.txt],[wrong.txt]",
+    )
     typed = (*typed, "data.cache_dir=cache", "name=swept", "training.steps=4", "metrics.wandb=true")
     job = launch(*typed, environment={"WANDB_MODE": "offline"})
     assert job.finish() == 1
@@ -382,7 +425,9 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: 
     assert rule in job.err
     assert "[2/2] data.paths=[wrong.txt], about " in job.err
     assert "1 of 2 points did not complete:\n  data.paths=[wrong.txt]: user: " in job.err
-    shown = dict(line.split()[:2] for line in job.out.splitlines() if line.startswith("data.paths="))
+    shown = dict(
+        line.split()[:2] for line in job.out.splitlines() if line.startswith("data.paths=")
+    )
     assert shown == {"data.paths=[there.txt]": "completed", "data.paths=[wrong.txt]": "failed"}
     assert list((tmp_path / "runs" / "swept" / "wandb").glob("offline-run-*")), "the table"
 
@@ -424,6 +469,8 @@ def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[st
         third = launch(*typed)
         assert third.finish() == EXIT_OK, third.err
         assert third.out.splitlines()[-2].startswith("best (minimize loss): optimizer.lr=")
-    rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/[0-9a-f]*/result.json")]
+    rows = [
+        json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/[0-9a-f]*/result.json")
+    ]
     assert [row["exit_reason"] for row in rows] == ["completed"] * 2
     assert max(row["start_step"] for row in rows) > 0, "it resumed from a checkpoint"

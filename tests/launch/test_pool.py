@@ -64,7 +64,10 @@ def test_values_come_back_by_rank_and_failures_name_theirs(pair: RankPool) -> No
     assert pair.run(1, own_rank) == [0]
     assert pair.run(2, sum_of_ranks, 1.0) == [3.0, 3.0]
     for works, says in (
-        ((fail_on, 1, "raises"), r"rank 1 of 2: Traceback(.|\n)*fail_on(.|\n)*LookupError: broken here"),
+        (
+            (fail_on, 1, "raises"),
+            r"rank 1 of 2: Traceback(.|\n)*fail_on(.|\n)*LookupError: broken here",
+        ),
         ((fail_on, 1, "dies"), r"rank 1 of 2: the process died \(exit code -9\)"),
         ((not_picklable,), "pickle"),
     ):

@@ -113,8 +113,17 @@ def script(home: Path, *jobs: Job, planned: bool = False) -> str:
 def test_the_script_is_this_one(tmp_path: Path) -> None:
     made = job(
         *("model=llama3_8b", "parallelism=fsdp_tp", "parallelism.dp_shard=8", "parallelism.tp=4"),
-        *("cluster=slurm_h100", "cluster.account=pretraining", "cluster.partition=gpu", "cluster.qos=high"),
-        *("cluster.constraint='hbm80&ib'", "cluster.exclude='node[13-14]'", "cluster.time=4-00:00:00"),
+        *(
+            "cluster=slurm_h100",
+            "cluster.account=pretraining",
+            "cluster.partition=gpu",
+            "cluster.qos=high",
+        ),
+        *(
+            "cluster.constraint='hbm80&ib'",
+            "cluster.exclude='node[13-14]'",
+            "cluster.time=4-00:00:00",
+        ),
         *("cluster.gpu_type=h100", "cluster.signal_seconds=300", "cluster.sbatch={mail-type: END}"),
         *("cluster.setup=['module load cuda']", "cluster.env.NCCL_DEBUG=INFO"),
         "cluster.env.GREETING='two words'",
@@ -129,7 +138,9 @@ def test_the_script_is_this_one(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir()), "a script is only text"
 
 
-def test_points_of_one_shape_are_one_array_and_a_percent_sign_in_a_path_is_no_field(tmp_path: Path) -> None:
+def test_points_of_one_shape_are_one_array_and_a_percent_sign_in_a_path_is_no_field(
+    tmp_path: Path,
+) -> None:
     home = tmp_path / "%j"
     jobs = [job("cluster.max_running=2", f"training.seed={seed}") for seed in (1, 2, 3)]
     assert len({shape_of(each) for each in jobs}) == 1
@@ -158,14 +169,18 @@ def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) ->
     made = job(*overrides.split())
     asked = shape_of(made)
     options = dict(asked.options)
-    assert (asked.nodes, asked.ranks_per_node) == (options["nodes"], options["ntasks-per-node"]) == shape
+    assert (
+        (asked.nodes, asked.ranks_per_node)
+        == (options["nodes"], options["ntasks-per-node"])
+        == shape
+    )
     assert options.get("gpus-per-node") == (None if made.cluster.device == "cpu" else str(shape[1]))
 
 
-def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by_gres(tmp_path: Path) -> None:
-    options = (
-        "{reservation: night, mail-type: END, gres: 'nvme:1', wait-all-nodes: 1, time-min: 10, hold: true}"
-    )
+def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by_gres(
+    tmp_path: Path,
+) -> None:
+    options = "{reservation: night, mail-type: END, gres: 'nvme:1', wait-all-nodes: 1, time-min: 10, hold: true}"
     asked = dict(shape_of(job(f"cluster.sbatch={options}", "cluster.srun_args=['-v']")).options)
     assert asked["gres"] == "nvme:1" and asked["hold"] is True
     gres = ("cluster.gres=true", "cluster.gpu_type=a100", "cluster.gpu_bind=closest")
@@ -182,8 +197,15 @@ def test_the_users_variables_win_over_those_of_fields() -> None:
     assert asked.exports == ("export NCCL_SOCKET_IFNAME=ib", "export GLOO_SOCKET_IFNAME=ib0")
 
 
-def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("PARTITION", "cpu"), ("ACCOUNT", "me"), ("TIMELIMIT", "1"), ("ARRAY_INX", "0-9")):
+def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (
+        ("PARTITION", "cpu"),
+        ("ACCOUNT", "me"),
+        ("TIMELIMIT", "1"),
+        ("ARRAY_INX", "0-9"),
+    ):
         monkeypatch.setenv(f"SBATCH_{name}", value)
     with _environment_for_submitting(shape_of(job("cluster.partition=gpu"))):
         left = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
@@ -202,11 +224,15 @@ def test_times_are_read_as_sbatch_reads_them() -> None:
 def test_a_costly_job_needs_confirmation() -> None:
     made = job("cluster=slurm_h100", "parallelism.dp_shard=64", "cluster.time=10:00:00")
     assert cost_in_words([made]) == "at most 640 GPU-hours (H100 SXM)"
-    with pytest.raises(UserError, match=r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"):
+    with pytest.raises(
+        UserError, match=r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"
+    ):
         confirm([made])
     confirm([job("cluster=slurm_h100", "parallelism.dp_shard=8", "cluster.time=12:30:00")])
     # Four ranks on an exclusive node.
-    assert cost_in_words([job("cluster=slurm_h100", "parallelism.dp_shard=4")]).startswith("at most 8 GPU")
+    assert cost_in_words([job("cluster=slurm_h100", "parallelism.dp_shard=4")]).startswith(
+        "at most 8 GPU"
+    )
     unpriced = job("parallelism.dp_shard=4")
     assert cost_in_words([unpriced]) == "at most 4 GPU-hours"
     priced = with_value(unpriced, "cluster.dollars_per_gpu_hour", 2.5)
@@ -221,7 +247,9 @@ PartitionName=free DefaultTime=NONE MaxTime=UNLIMITED
 """
 
 
-def test_a_time_limit_that_is_not_given_is_the_partitions(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_that_is_not_given_is_the_partitions(
+    put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = job("cluster.time=null")
     assert "time" not in dict(shape_of(made).options)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -237,8 +265,12 @@ def test_a_time_limit_that_is_not_given_is_the_partitions(put: Put, monkeypatch:
     queue.partition_minutes.cache_clear()
 
 
-def test_one_task_a_rank_and_all_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = job("cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=['--cpu-bind=none']")
+def test_one_task_a_rank_and_all_end_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = job(
+        "cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=['--cpu-bind=none']"
+    )
     command = srun_command(made, tmp_path / "100%")
     sizes = {"--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"}
     assert sizes | {"--distribution=block:block", "--cpu-bind=none"} < set(command)
@@ -273,7 +305,9 @@ def test_one_task_a_rank_and_all_end_together(tmp_path: Path, monkeypatch: pytes
 def test_a_records_job_is_found_by_its_id_or_name(
     record: SlurmJobRecord, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = "7|a.1|RUNNING|None\n8_0|b.2|RUNNING|None\n8_1|b.2|PENDING|Resources\n9|b.2|PENDING|None\n"
+    shown = (
+        "7|a.1|RUNNING|None\n8_0|b.2|RUNNING|None\n8_1|b.2|PENDING|Resources\n9|b.2|PENDING|None\n"
+    )
     shown += "10|c|d e|PENDING|Resources\n14|x|COMPLETED|None\n"
     monkeypatch.setattr(queue, "_run", lambda *_: shown)
     listed = queue.jobs()
@@ -284,7 +318,9 @@ def test_a_records_job_is_found_by_its_id_or_name(
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
-def test_a_requeue_that_ends_scontrol_excludes_nodes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeue_that_ends_scontrol_excludes_nodes(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SLURM signals all processes of a job that it requeues, also the scontrol that asked for it."""
     typed = []
 
@@ -300,10 +336,14 @@ def test_a_requeue_that_ends_scontrol_excludes_nodes(state: str, monkeypatch: py
             queue.requeue("7", ["node1"])
     else:
         queue.requeue("7", ["node1"])
-    assert (typed[-1] == ("scontrol", "update", "jobid=7", "excnodelist=node9,node1")) == (state == "PENDING")
+    assert (typed[-1] == ("scontrol", "update", "jobid=7", "excnodelist=node9,node1")) == (
+        state == "PENDING"
+    )
 
 
-def test_a_scheduler_without_answer_has_not_forgotten(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_without_answer_has_not_forgotten(
+    put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def say(words: str, where: str = ">&2") -> None:
         line = f"echo '{words}' {where}; exit 1"
         put(scontrol=line, squeue=line, sacct=line)
@@ -320,10 +360,11 @@ def test_a_scheduler_without_answer_has_not_forgotten(put: Put, monkeypatch: pyt
 
 
 def test_what_users_write_is_not_read_as_facts(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (
-        "JobId=7 JobName=a JobState=COMPLETED UserId=root(0) JobState=RUNNING Restarts=0 ExcNodeList=node9"
+    names = "JobId=7 JobName=a JobState=COMPLETED UserId=root(0) JobState=RUNNING Restarts=0 ExcNodeList=node9"
+    put(
+        scontrol=f"echo '{names} Comment=a Restarts=99 ExcNodeList=node1'",
+        squeue='echo "$@" >&2; exit 1',
     )
-    put(scontrol=f"echo '{names} Comment=a Restarts=99 ExcNodeList=node1'", squeue='echo "$@" >&2; exit 1')
     assert attempt.Allocation("7", 0).state() == "RUNNING"
     assert queue._with_excluded("7", ["node2"]) == "excnodelist=node9,node2"
     monkeypatch.setenv("LOGNAME", "somebody")
@@ -331,7 +372,9 @@ def test_what_users_write_is_not_read_as_facts(put: Put, monkeypatch: pytest.Mon
         queue.jobs()
 
 
-def test_a_missing_configuration_of_slurm_is_named(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_configuration_of_slurm_is_named(
+    put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(sbatch="sleep 60", srun="", squeue="sleep 60")
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     for ask in (queue.require_slurm, queue.jobs):
@@ -345,9 +388,13 @@ def test_errors_of_sbatch_are_shown_once_and_waiting_is_announced(
     monkeypatch.setattr(queue, "ANSWER_SECONDS", 0.05)
     slow = "sleep 0.3; echo 'sbatch: error: no such partition' >&2; exit 1"
     put(sbatch=slow)
-    with pytest.raises(UserError, match=r"^sbatch refuses the job: sbatch: error: no such partition$"):
+    with pytest.raises(
+        UserError, match=r"^sbatch refuses the job: sbatch: error: no such partition$"
+    ):
         queue.submit_script(tmp_path / "x.sh")
-    assert capsys.readouterr().err.startswith("waiting for sbatch, which has not reached the scheduler yet")
+    assert capsys.readouterr().err.startswith(
+        "waiting for sbatch, which has not reached the scheduler yet"
+    )
     put(sbatch="echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(queue.SlurmError):
         queue.submit_script(tmp_path / "x.sh")
@@ -361,7 +408,9 @@ def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path: Pat
         places = [*(f"attempts/{9 + number}" for number in range(len(attempts) - 1)), "."]
         for place, (start, step) in zip(places, attempts, strict=True):
             (tmp_path / place).mkdir(parents=True, exist_ok=True)
-            (tmp_path / place / "result.json").write_text(json.dumps({"start_step": start, "step": step}))
+            (tmp_path / place / "result.json").write_text(
+                json.dumps({"start_step": start, "step": step})
+            )
         return attempt._has_progress(RunFolder(tmp_path))
 
     assert has_progress((None, None)), "the first attempt may be stopped before it has begun"
@@ -371,7 +420,9 @@ def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path: Pat
 
 
 def test_ranks_that_srun_names(tmp_path: Path) -> None:
-    (tmp_path / "rank2.err").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n")
+    (tmp_path / "rank2.err").write_text(
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
+    )
 
     def kinds(said: str) -> list[tuple[int, str]]:
         return [(rank, died.kind) for rank, died in dead_ranks(said, tmp_path)]
@@ -391,7 +442,9 @@ def test_ranks_that_srun_names(tmp_path: Path) -> None:
         assert str(memory).endswith("killed, probably out of memory")
 
 
-def run_script(made: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
+def run_script(
+    made: Job, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> subprocess.CompletedProcess[str]:
     """Run the sbatch script of a job by bash, as SLURM does on the first node."""
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     (folder / "job.sh").write_text(script(folder, made))
@@ -402,7 +455,11 @@ def run_script(made: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> subp
     ("setup", "line", "code"),
     [
         ("['export A=1','ls /nonexistent && echo','false','echo reached']", "false", 1),
-        ("['module() { test $2 = gcc; }','module load cuda','echo reached']", "module load cuda", 1),
+        (
+            "['module() { test $2 = gcc; }','module load cuda','echo reached']",
+            "module load cuda",
+            1,
+        ),
         ("['for i in 1 2; do','exit 4','done','echo reached']", "exit 4", 4),
     ],
 )
@@ -425,9 +482,13 @@ def test_a_script_without_a_run_folder_and_setup_that_bash_cannot_read(
 ) -> None:
     ended = run_script(job(), tmp_path, monkeypatch)
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: {tmp_path}/job.json is missing: submit the job with the harness")
+    assert ended.stderr.startswith(
+        f"error: {tmp_path}/job.json is missing: submit the job with the harness"
+    )
     put(sbatch="echo 7", srun="")
-    with pytest.raises(ConfigError, match=r"cluster.setup=.*bash cannot read it: line 2: syntax error"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.setup=.*bash cannot read it: line 2: syntax error"
+    ):
         Submission([job("cluster.setup=['if true; then']")], [tmp_path], tmp_path, "x").submit()
 
 
@@ -443,13 +504,33 @@ TORCH = "torch sees no CUDA device on node7"
         ("auto", "", "535.104.05", "13.0", None),
         ("auto", "0", None, "13.0", None),
         ("cpu", "0", "535.104.05", "13.0", None),
-        ("auto", "0", "535.104.05", "13.0", "driver 535.104.05: .* 13.0; would work: .* CUDA 12.6, or cpu"),
-        ("cuda", "0", "595.45", None, "without CUDA; would work: a build of torch for CUDA 13.0, or cpu"),
+        (
+            "auto",
+            "0",
+            "535.104.05",
+            "13.0",
+            "driver 535.104.05: .* 13.0; would work: .* CUDA 12.6, or cpu",
+        ),
+        (
+            "cuda",
+            "0",
+            "595.45",
+            None,
+            "without CUDA; would work: a build of torch for CUDA 13.0, or cpu",
+        ),
         ("auto", "0", "470.82.01", "12.6", "would work: a driver of at least 525, or cpu"),
-        ("auto", "0", "580.65.06", "13.0", "would work: GPUs that nvidia-smi shows without errors, or cpu"),
+        (
+            "auto",
+            "0",
+            "580.65.06",
+            "13.0",
+            "would work: GPUs that nvidia-smi shows without errors, or cpu",
+        ),
     ],
 )
-def test_gpus_that_torch_cannot_use(case: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_that_torch_cannot_use(
+    case: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     device, visible, driver, built, says = case
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", built)
@@ -482,7 +563,9 @@ def test_faults_of_a_node(put: Put, tmp_path: Path) -> None:
     put(nvidia_smi="echo 'Unable to talk: GPU is lost'; exit 15")
     assert faults.faults_here(tmp_path, 1) == ["nvidia-smi: Unable to talk: GPU is lost"]
     (tmp_path / "meminfo").write_text(f"MemTotal: {100 * 2**20} kB\nMemAvailable: {2**20} kB\n")
-    assert faults._memory_faults(tmp_path / "meminfo") == ["1.0 GiB of 100.0 GiB of memory are free"]
+    assert faults._memory_faults(tmp_path / "meminfo") == [
+        "1.0 GiB of 100.0 GiB of memory are free"
+    ]
     [missing] = faults._folder_faults(tmp_path / "none")
     assert missing == f"cannot write into {tmp_path / 'none'}: No such file or directory"
 
@@ -502,7 +585,11 @@ def test_unfit_nodes_are_named(put: Put, tmp_path: Path, monkeypatch: pytest.Mon
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package with a private module, a link to a file outside, and files that are not code."""
     package = tmp_path / "checkout" / "harness"
-    for name, text in (("__init__.py", ""), ("model/private.py", "key = 1\n"), (".hidden/a.py", "")):
+    for name, text in (
+        ("__init__.py", ""),
+        ("model/private.py", "key = 1\n"),
+        (".hidden/a.py", ""),
+    ):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
     (package / "model" / "private.py").chmod(0o600)
@@ -516,7 +603,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def test_a_snapshot_is_the_code_with_its_permissions_and_is_taken_once(package: Path, tmp_path: Path) -> None:
+def test_a_snapshot_is_the_code_with_its_permissions_and_is_taken_once(
+    package: Path, tmp_path: Path
+) -> None:
     home = tmp_path / "home"
     taken = take_snapshot(home)
     copied = {
@@ -542,7 +631,9 @@ def test_a_snapshot_is_the_code_with_its_permissions_and_is_taken_once(package: 
         ("generated.py", "has 10 MB"),
     ],
 )
-def test_links_and_large_files_are_refused(package: Path, tmp_path: Path, name: str, says: str) -> None:
+def test_links_and_large_files_are_refused(
+    package: Path, tmp_path: Path, name: str, says: str
+) -> None:
     if name == "generated.py":
         with (package / name).open("wb") as file:
             file.truncate(LARGEST_BYTES + 1)
@@ -554,7 +645,8 @@ def test_links_and_large_files_are_refused(package: Path, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(
-    ("number", "says"), [(errno.ENOSPC, "disk full or quota exceeded"), (errno.EACCES, "Permission denied")]
+    ("number", "says"),
+    [(errno.ENOSPC, "disk full or quota exceeded"), (errno.EACCES, "Permission denied")],
 )
 def test_a_copy_that_fails_leaves_nothing(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
@@ -567,7 +659,9 @@ def test_a_copy_that_fails_leaves_nothing(
             raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(shutil, "copymode", fail_at_the_second)
-    with pytest.raises((MachineError, UserError), match=f"the code cannot be copied: .*{says}") as caught:
+    with pytest.raises(
+        (MachineError, UserError), match=f"the code cannot be copied: .*{says}"
+    ) as caught:
         take_snapshot(tmp_path / "home")
     assert isinstance(caught.value, MachineError) == (number == errno.ENOSPC)
     assert "\n" not in str(caught.value)

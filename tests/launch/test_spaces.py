@@ -19,7 +19,9 @@ from harness.config.job import Job
 from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-ROWS = dict(re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").read_text(), re.MULTILINE))
+ROWS = dict(
+    re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").read_text(), re.MULTILINE)
+)
 SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml") if path.stem != "optuna")
 
 
@@ -27,7 +29,9 @@ SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml") if path.s
 def jobs_of(space: str, *overrides: str) -> tuple[list[Job], list[str]]:
     """Return the jobs of a space, and the reasons of its skipped points."""
     points = compose_points([f"sweep={space}", *overrides])
-    return [each.job for each in points if each.job], [each.reason for each in points if not each.job]
+    return [each.job for each in points if each.job], [
+        each.reason for each in points if not each.job
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +104,13 @@ def conf(tmp_path: Path) -> Iterator[Path]:
 def facts(*typed: str) -> list[tuple[int, int, int, bool, int]]:
     jobs = [point.job for point in compose_points(["sweep=listed", *typed])]
     return [
-        (job.parallelism.tp, job.parallelism.pp, job.training.steps, job.compile.enable, job.training.seed)
+        (
+            job.parallelism.tp,
+            job.parallelism.pp,
+            job.training.steps,
+            job.compile.enable,
+            job.training.seed,
+        )
         for job in jobs
     ]
 
@@ -120,7 +130,12 @@ def test_points_are_listed_axes_multiply_them_and_the_command_line_wins(conf: Pa
 
 
 def test_options_are_neither_composed_nor_copied_for_each_point() -> None:
-    axes = ["model=llama3_tiny,qwen3_debug", "optimizer=adamw", "schedule=cosine,linear", "compile=on,off"]
+    axes = [
+        "model=llama3_tiny,qwen3_debug",
+        "optimizer=adamw",
+        "schedule=cosine,linear",
+        "compile=on,off",
+    ]
     axes = [*axes, "training.seed=3,4", "data=synthetic", "tokenizer=bytes"]
     compose_points(axes)
     copied = DictConfig.__deepcopy__
@@ -136,7 +151,11 @@ def test_options_are_neither_composed_nor_copied_for_each_point() -> None:
     ("right", "wrong", "says"),
     [
         ("compile=on", "compile=onn", r"compile=onn: no such option; did you mean on\?"),
-        ("parallelism.pp", "parallelism.ppp", "parallelism.ppp=2: no such field; did you mean .*pp"),
+        (
+            "parallelism.pp",
+            "parallelism.ppp",
+            "parallelism.ppp=2: no such field; did you mean .*pp",
+        ),
     ],
 )
 def test_a_typo_in_a_point_is_named(conf: Path, right: str, wrong: str, says: str) -> None:

@@ -80,7 +80,9 @@ def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str, tmp_pa
     status, record, listed, state, reason = (each.strip() for each in re.split(COLUMNS, row)[1:-1])
     queue = Jobs([Queued("7", "a", *QUEUED[listed].split("|"))]) if listed in QUEUED else Jobs([])
     row = {"error.kind": "peer", "error.rank": 0, "error.message": "lost"}
-    folder = mock.Mock(RunFolder, may_be_running=listed == "alive", stop_reason=None, row=row, path=tmp_path)
+    folder = mock.Mock(
+        RunFolder, may_be_running=listed == "alive", stop_reason=None, row=row, path=tmp_path
+    )
     folder.state = None if status == "-" else status
     found = state_of(folder, RECORDS[record], None if listed == "None" else queue, "silent")
     assert found[0] == state and found[1].startswith(reason), found
@@ -90,7 +92,9 @@ def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str, tmp_pa
 class Slurm:
     """Mocked SLURM commands that print given output and record their calls; a sweep submitted as array 7."""
 
-    def __init__(self, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sweep: SweepFolder) -> None:
+    def __init__(
+        self, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sweep: SweepFolder
+    ) -> None:
         for name in ("squeue", "scontrol", "sacct", "scancel"):
             script = (
                 f'cd "$(dirname "$0")"; echo "{name} $*" >> calls\n'
@@ -112,10 +116,14 @@ class Slurm:
         path.unlink(missing_ok=True)
         return lines
 
-    def verb(self, name: str, *arguments: str, run: str = ".", code: int = EXIT_OK) -> tuple[str, str]:
+    def verb(
+        self, name: str, *arguments: str, run: str = ".", code: int = EXIT_OK
+    ) -> tuple[str, str]:
         """Run a verb of ``harness sweep``; return stdout and stderr."""
         said, warned = io.StringIO(), io.StringIO()
-        self.monkeypatch.setattr("sys.argv", ["sweep", name, str(self.sweep.path / run), *arguments])
+        self.monkeypatch.setattr(
+            "sys.argv", ["sweep", name, str(self.sweep.path / run), *arguments]
+        )
         with redirect_stdout(said), redirect_stderr(warned), pytest.raises(SystemExit) as ended:
             VERB.main()
         assert ended.value.code == code, warned.getvalue()
@@ -126,7 +134,9 @@ class Slurm:
 def mocked(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
     monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
     folder = SweepFolder(tmp_path / "sweep")
-    job = compose_job(["cluster=slurm_cpu", "cluster.time=30", f"runs_dir={tmp_path}", "name=sweep"])
+    job = compose_job(
+        ["cluster=slurm_cpu", "cluster.time=30", f"runs_dir={tmp_path}", "name=sweep"]
+    )
     points = [Point(f"p{n}", folder.path / f"p{n}", [f"training.seed={n}"]) for n in range(POINTS)]
     for n, point in enumerate(points):
         RunFolder(point.run_dir).plan(job, point.overrides)
@@ -140,7 +150,9 @@ def test_slurm_is_queried_once(mocked: Slurm) -> None:
     # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
     mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
     mocked.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
-    mocked.prints("sacct", "7_3|NODE_FAIL|sweep.1", "7_4|CANCELLED by 1000|sweep.1", "7_5|TIMEOUT|sweep.1")
+    mocked.prints(
+        "sacct", "7_3|NODE_FAIL|sweep.1", "7_4|CANCELLED by 1000|sweep.1", "7_5|TIMEOUT|sweep.1"
+    )
     for number in (1, 3):
         RunFolder(mocked.sweep.points()[number].run_dir).set_status("running")
     # Rank 0 has written that it was stopped, and the batch process has not written its end.
@@ -160,16 +172,22 @@ def test_slurm_is_queried_once(mocked: Slurm) -> None:
     assert "SLURM says NODE_FAIL" in row["error.message"]
     row = json.loads((killed / "result.json").read_text())
     assert (row["error.kind"], row["exit_code"]) == ("machine", EXIT_MACHINE)
-    assert row["error.message"].startswith("the batch process of SLURM job 7_6 was killed; SLURM does not")
+    assert row["error.message"].startswith(
+        "the batch process of SLURM job 7_6 was killed; SLURM does not"
+    )
     # The others' rows are written; only the other user's job is queried again.
     out, err = mocked.verb("status")
     assert [call.split()[0] for call in mocked.calls()] == ["squeue", "squeue"]
     assert err == "1 job not in SLURM's queue, without a result; in 0 s missing rows are written\n"
 
 
-def test_a_sweep_is_cancelled_by_one_command(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_is_cancelled_by_one_command(
+    mocked: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mocked.prints(
-        "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|single|RUNNING|None"
+        "squeue",
+        *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)),
+        "9|single|RUNNING|None",
     )
     SlurmJobRecord("single", None, "9").write(mocked.sweep.points()[-1].run_dir)
     out, _ = mocked.verb("cancel")
@@ -178,7 +196,9 @@ def test_a_sweep_is_cancelled_by_one_command(mocked: Slurm, monkeypatch: pytest.
     assert mocked.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
     mocked.prints("squeue")
     reads, read_job = [], RunFolder.read_job
-    monkeypatch.setattr(RunFolder, "read_job", lambda self: reads.append(self.path) or read_job(self))
+    monkeypatch.setattr(
+        RunFolder, "read_job", lambda self: reads.append(self.path) or read_job(self)
+    )
     out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
     assert len(reads) == POINTS, "reading a job is most of the work"
@@ -190,7 +210,9 @@ def test_a_sweep_is_cancelled_by_one_command(mocked: Slurm, monkeypatch: pytest.
     assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
 
 
-def test_cancel_fails_unless_the_job_has_ended(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_fails_unless_the_job_has_ended(
+    mocked: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
     over = "scancel: error: Kill job error on job id 7_0: Invalid job id specified"
     mocked.prints("scancel", over, file="fails")
@@ -205,9 +227,13 @@ def test_cancel_fails_unless_the_job_has_ended(mocked: Slurm, monkeypatch: pytes
 
 
 def test_without_slurm_jobs_may_run(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    mocked.prints("squeue", "squeue: fatal: Could not establish a configuration source", file="fails")
+    mocked.prints(
+        "squeue", "squeue: fatal: Could not establish a configuration source", file="fails"
+    )
     _, err = mocked.verb("cancel", code=EXIT_USER)
-    assert err.startswith("error: this machine has no SLURM: squeue finds no configuration; would work: ")
+    assert err.startswith(
+        "error: this machine has no SLURM: squeue finds no configuration; would work: "
+    )
     monkeypatch.setenv("PATH", "/nowhere")
     out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"{POINTS} pending" and not err
@@ -218,7 +244,9 @@ def test_without_slurm_jobs_may_run(mocked: Slurm, monkeypatch: pytest.MonkeyPat
 
 
 def test_folders_are_shown_without_an_answer(mocked: Slurm) -> None:
-    mocked.prints("squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails")
+    mocked.prints(
+        "squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails"
+    )
     RunFolder(mocked.sweep.points()[0].run_dir).set_status("running")
     RunFolder(mocked.sweep.points()[1].run_dir).set_status("failed")
     out, err = mocked.verb("status", code=EXIT_MACHINE)
@@ -233,7 +261,9 @@ def test_folders_are_shown_without_an_answer(mocked: Slurm) -> None:
 def test_suspended_and_blocked_points(mocked: Slurm) -> None:
     points = mocked.sweep.points()
     for n, point in enumerate(points[4:], start=4):
-        SlurmJobRecord("sweep.2", n).write(point.run_dir)  # the controller was killed before it called sbatch
+        SlurmJobRecord("sweep.2", n).write(
+            point.run_dir
+        )  # the controller was killed before it called sbatch
     mocked.prints(
         "squeue",
         "7_0|sweep.1|SUSPENDED|None",
@@ -258,7 +288,12 @@ def test_failed_points_that_slurm_puts_back_into_its_queue_are_started_once(mock
     for n, point in enumerate(points):
         folder = RunFolder(point.run_dir)
         kind, message = rows.get(n, ("bug", "no"))
-        row = {"error.kind": kind, "error.rank": 0, "error.message": message, "exit_code": EXIT_MACHINE}
+        row = {
+            "error.kind": kind,
+            "error.rank": 0,
+            "error.message": message,
+            "exit_code": EXIT_MACHINE,
+        }
         (folder.path / "result.json").write_text(json.dumps(row))
         folder.set_status("failed")
         SlurmJobRecord("sweep.1", n, f"7_{n}", begun=n in (0, 3)).write(folder.path)
@@ -295,17 +330,25 @@ def test_a_damaged_point(trouble: str, mocked: Slurm) -> None:
         [first, *_] = json.loads(mocked.verb("status", "--json")[0])["runs"]
         assert first["reason"].startswith(f"{folder.path / trouble}: damag")
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
-    assert err.splitlines()[1:] == [f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown"]
+    assert err.splitlines()[1:] == [
+        f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown"
+    ]
 
 
 @pytest.mark.parametrize(
     ("field", "text", "words"),
     [
-        ("account", "a\ntouch F", "cluster.account=a\\ntouch F: must be one line of printable text"),
+        (
+            "account",
+            "a\ntouch F",
+            "cluster.account=a\\ntouch F: must be one line of printable text",
+        ),
         ("env", {"HF_TOKEN": "hf_x"}, "cluster.env.HF_TOKEN=***: holds a value of HF_TOKEN"),
     ],
 )
-def test_resumed_jobs_keep_the_rules_for_texts(mocked: Slurm, field: str, text: object, words: str) -> None:
+def test_resumed_jobs_keep_the_rules_for_texts(
+    mocked: Slurm, field: str, text: object, words: str
+) -> None:
     path = mocked.sweep.points()[0].run_dir / "job.json"
     job = json.loads(path.read_text())
     job["cluster"][field] = text
@@ -317,7 +360,9 @@ def test_resumed_jobs_keep_the_rules_for_texts(mocked: Slurm, field: str, text: 
 
 def test_single_runs_have_the_same_verbs(mocked: Slurm) -> None:
     (mocked.sweep.path / "sweep.jsonl").unlink()
-    (mocked.sweep.path / "p2" / "overrides.txt").unlink()  # a controller was killed before it wrote it
+    (
+        mocked.sweep.path / "p2" / "overrides.txt"
+    ).unlink()  # a controller was killed before it wrote it
     mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
     out, _ = mocked.verb("status", run="p0")
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")

@@ -73,7 +73,11 @@ class Study:
                 folder.errors.record(None, MachineError("too hot"))
                 RunRecord(job, folder).end("failed", 3, {"loss": 9.0})
                 return 3
-            facts = {"step": 1, "loss": loss(job.optimizer.lr, job.world_size), "mfu": job.optimizer.lr}
+            facts = {
+                "step": 1,
+                "loss": loss(job.optimizer.lr, job.world_size),
+                "mfu": job.optimizer.lr,
+            }
             RunRecord(job, folder).end("completed", 0, {**facts, "skipped_steps": "nan"})
             return 0
         finally:
@@ -114,11 +118,15 @@ def test_values_and_failures_reach_optuna(study: Study, capsys: pytest.CaptureFi
     assert shown_now.text.splitlines()[-1] == shown.out.splitlines()[-1]
     assert shown_now.data["study"]["objective"] == "loss"
     assert "The best (minimize loss): " in collect(study.folder).text
-    with pytest.raises(UserError, match=r"optuna chooses its points; would work: harness train -m "):
+    with pytest.raises(
+        UserError, match=r"optuna chooses its points; would work: harness train -m "
+    ):
         resume(study.folder, out_of_memory=False)
 
 
-def test_a_study_continues_where_it_was_stopped(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_continues_where_it_was_stopped(
+    study: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Stopped in the second point of a batch: the first has run, and Optuna does not know its value yet."""
     typed = ("optimizer.lr=interval(1e-4,1e-2)", "sweep.n_jobs=2")
     study.interrupt_at = 4
@@ -147,7 +155,9 @@ def test_a_journal_that_was_cut_off_continues(study: Study) -> None:
     assert study(*typed[:1], "sweep.n_trials=3") == EXIT_OK
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
     journal.write_text("nothing of Optuna's\nmore\n")
-    with pytest.raises(UserError, match=r"study\.journal: cannot be used: .*; would work: another name=NAME"):
+    with pytest.raises(
+        UserError, match=r"study\.journal: cannot be used: .*; would work: another name=NAME"
+    ):
         study(*typed)
 
 
@@ -164,7 +174,9 @@ def test_a_finished_study_runs_nothing_and_another_one_needs_another_name(study:
     for more in ("metrics.log_interval=1", "metrics.log_interval=2"):
         assert study(*typed, more) == EXIT_OK
         assert len(study.trials) == 2 and len(study.started) == len(set(study.started))
-    with pytest.raises(UserError, match=r"without minimize loss, with maximize mfu, with training\.steps=7;"):
+    with pytest.raises(
+        UserError, match=r"without minimize loss, with maximize mfu, with training\.steps=7;"
+    ):
         study(*typed, "training.steps=7", "sweep.objective=mfu")
     with pytest.raises(UserError, match=r"sweep=optuna: CategoricalDistribution does not support"):
         study("optimizer.lr=1e-3,1e-2", "sweep.n_trials=3")
@@ -249,12 +261,16 @@ def test_a_damaged_record_is_one_line(change: dict[str, Any], tmp_path: Path) ->
     record.write(tmp_path)
     assert StudyRecord.read(tmp_path) == record
     (tmp_path / "study.json").write_text(json.dumps(asdict(record) | change))
-    with pytest.raises(UserError, match=r"study\.json: damaged, or another version wrote it: ") as raised:
+    with pytest.raises(
+        UserError, match=r"study\.json: damaged, or another version wrote it: "
+    ) as raised:
         StudyRecord.read(tmp_path)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("direction", "ranked"), [("minimize", [2, 0, 1]), ("maximize", [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("direction", "ranked"), [("minimize", [2, 0, 1]), ("maximize", [0, 1, 2])]
+)
 def test_runs_are_ranked_by_the_objective(direction: str, ranked: list[int]) -> None:
     rows: list[dict[str, Any]] = [
         {"exit_reason": "completed", "a": value} for value in (3, 3, 1, "nan", True)

@@ -21,7 +21,13 @@ from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     return compose_job(
-        [f"runs_dir={tmp_path}", "name=one", "cluster=slurm_cpu", "model=llama3_tiny", "data=synthetic"]
+        [
+            f"runs_dir={tmp_path}",
+            "name=one",
+            "cluster=slurm_cpu",
+            "model=llama3_tiny",
+            "data=synthetic",
+        ]
     )
 
 
@@ -54,7 +60,9 @@ def test_without_slurm_the_line_says_so(job: Job, monkeypatch: pytest.MonkeyPatc
     assert not job.run_dir.exists()
 
 
-def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line_and_nothing_is_submitted(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(slurm, "take_snapshot", fail(full))
     folder = RunFolder(job.run_dir)
@@ -75,7 +83,9 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
         submit.submit_one(job, folder, [])
 
 
-def test_an_interrupt_before_sbatch_leaves_a_planned_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_sbatch_leaves_a_planned_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunFolder(job.run_dir)
     monkeypatch.setattr(slurm, "take_snapshot", fail(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -83,7 +93,9 @@ def test_an_interrupt_before_sbatch_leaves_a_planned_job(job: Job, monkeypatch: 
     assert folder.state == "planned"
 
 
-def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_a_job_reads_is_there_before_sbatch(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[bool] = []
 
     def sbatch(script: Path) -> str:
@@ -95,7 +107,9 @@ def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pyte
 
     monkeypatch.setattr(slurm, "submit_script", sbatch)
     folders = [RunFolder(job.run_dir.with_name(name)) for name in ("a", "b")]
-    submission = slurm.Submission([job, job], [each.path for each in folders], job.run_dir.parent, "many")
+    submission = slurm.Submission(
+        [job, job], [each.path for each in folders], job.run_dir.parent, "many"
+    )
     assert submit.submit(submission, folders, [[], []]) == ["12_0", "12_1"]
     assert found == [True] * 4
 
@@ -114,7 +128,9 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     submit.submit_one(job, RunFolder(job.run_dir), [])
 
 
-def test_the_end_of_a_lost_job_is_shown_before_the_next(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_lost_job_is_shown_before_the_next(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     (job.run_dir / "slurm" / "12_0_log.out").write_text("/bin/bash: no such interpreter\n")
@@ -164,7 +180,9 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
-def test_a_late_row_is_no_lost_job(job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_row_is_no_lost_job(
+    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def end_meanwhile(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
         RunRecord(job, followed).end("completed", EXIT_OK, {})
         return dict.fromkeys(wanted, "COMPLETED")
@@ -174,7 +192,9 @@ def test_a_late_row_is_no_lost_job(job: Job, followed: RunFolder, monkeypatch: p
     assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
 
 
-def test_a_lost_job_gets_its_row(job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_job_gets_its_row(
+    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = RunFolder(job.run_dir)
     other.hold()
 

@@ -46,7 +46,10 @@ def point(folder: Path, name: str) -> Point:
 
 def points(folder: Path, *typed: str) -> list[Point]:
     """Points of SLURM, each in the folder of its job."""
-    jobs = [(each.job, each.overrides) for each in compose_points([*ON_SLURM, f"runs_dir={folder}", *typed])]
+    jobs = [
+        (each.job, each.overrides)
+        for each in compose_points([*ON_SLURM, f"runs_dir={folder}", *typed])
+    ]
     return [Point(job.id, job.run_dir, overrides, job) for job, overrides in jobs]
 
 
@@ -89,7 +92,9 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     with (tmp_path / FILE).open("a") as file:
         file.write(f"{line}\n")
     for read in (folder.points, folder.skipped, lambda: folder.add([point(tmp_path, "c")], [])):
-        with pytest.raises(UserError, match=r"sweep\.jsonl: line 2 is damaged: .*; would work: ") as raised:
+        with pytest.raises(
+            UserError, match=r"sweep\.jsonl: line 2 is damaged: .*; would work: "
+        ) as raised:
             read()
         assert "\n" not in str(raised.value)
 
@@ -124,10 +129,16 @@ def test_a_sweep_is_named_as_its_jobs_are(tmp_path: Path) -> None:
         # Names have no sign that nobody typed, and no label of a later command.
         (["++c.A=a d=1", "++c.A=b d=1"], [], ["c.A=a", "c.A=b"]),
         (["a=1", "a=2 cluster.wait=true"], [], ["a=1", "a=2"]),
-        (["a=1 cluster.ranks=1", "a=2 cluster.ranks=2"], [], ["a=1 cluster.ranks=1", "a=2 cluster.ranks=2"]),
+        (
+            ["a=1 cluster.ranks=1", "a=2 cluster.ranks=2"],
+            [],
+            ["a=1 cluster.ranks=1", "a=2 cluster.ranks=2"],
+        ),
     ],
 )
-def test_names_of_points_are_what_differs(typed: list[str], others: list[str], names: list[str]) -> None:
+def test_names_of_points_are_what_differs(
+    typed: list[str], others: list[str], names: list[str]
+) -> None:
     assert labels([each.split() for each in typed], [each.split() for each in others]) == names
 
 
@@ -156,7 +167,9 @@ def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path)
     names = labels([point.overrides for point in folder.points()])
     assert len(set(names)) == 4 and all(field in name for name in names)
     # A command with more values finds these folders.
-    again = unique_points(compose_points([*typed[:-1], f"{axis},{'[z]' if axis.endswith(']') else 3}"]))
+    again = unique_points(
+        compose_points([*typed[:-1], f"{axis},{'[z]' if axis.endswith(']') else 3}"])
+    )
     assert {point.run_dir for point in found} < {point.run_dir for point in again}
 
 
@@ -209,12 +222,19 @@ def test_points_of_one_label_run_apart(
     values = [row.get("job.cluster.threads_per_rank") for row in of_sweep(folder)]
     assert values == [1, 2, None, None]
     # Without the sweep's file the folders have the same names.
-    found = [Point(each.id, each.run_dir, typed_overrides(each.run_dir)) for each in folder.points()]
+    found = [
+        Point(each.id, each.run_dir, typed_overrides(each.run_dir)) for each in folder.points()
+    ]
     assert names_of(found) == names
 
 
 def test_equal_jobs_are_one_point(tmp_path: Path) -> None:
-    typed = ["cluster.ranks=2", "cluster.device=cpu", "training.global_batch_size=4", f"runs_dir={tmp_path}"]
+    typed = [
+        "cluster.ranks=2",
+        "cluster.device=cpu",
+        "training.global_batch_size=4",
+        f"runs_dir={tmp_path}",
+    ]
     [point] = unique_points(compose_points([*typed, "parallelism.dp_shard=2,-1"]))
     assert "parallelism.dp_shard=2" in point.overrides
 
@@ -238,7 +258,9 @@ def test_a_point_that_never_began_gets_the_labels_of_the_last_command(
 ) -> None:
     """A job in the queue keeps those with which it was submitted, and is quoted with them."""
     common = [*ON_SLURM, f"runs_dir={tmp_path}"]
-    before, now = (compose_job([*common, f"cluster.time={time}"]) for time in ("1:00:00", "2:00:00"))
+    before, now = (
+        compose_job([*common, f"cluster.time={time}"]) for time in ("1:00:00", "2:00:00")
+    )
     folder = RunFolder(before.run_dir)
     folder.plan(before, [])
     folder.plan(now, ["cluster.time=2:00:00"])
@@ -295,10 +317,14 @@ def test_the_limit_holds_over_all_shapes(tmp_path: Path) -> None:
         assert all(array.after is None or array.after < index for index, array in enumerate(arrays))
     longer = points(tmp_path, "training.seed=1,2,3,4,5,6")
     short = points(tmp_path, "parallelism.dp_shard=2", "training.seed=1,2")
-    assert [array.at_once for array in arrays_of([*longer, *short], 4)] == [3, 1], "the larger share"
+    assert [array.at_once for array in arrays_of([*longer, *short], 4)] == [3, 1], (
+        "the larger share"
+    )
 
 
-def test_scripts_have_limits_and_dependencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scripts_have_limits_and_dependencies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     typed = (SHAPES, "training.seed=1,2,3", "cluster.dry_run=true")
     assert sweep(tmp_path, *typed, "cluster.max_running=6") == 0
     said = capsys.readouterr()
@@ -319,18 +345,26 @@ def test_scripts_have_limits_and_dependencies(tmp_path: Path, capsys: pytest.Cap
     assert found == [(False, False), (False, True), (True, False), (True, True)]
 
 
-def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_that_slurm_has_already_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two of a limit of four are in use; then all four, and new points wait for their end."""
     own = points(tmp_path, "training.seed=1,2,3,4,5,6,7,8", "cluster.max_running=4")
     for point in own:
         RunFolder(point.run_dir).plan(point.job, point.overrides)
     waiting = [
-        RunState(point.run_dir, "pending", job_record=SlurmJobRecord("x", index, ident), job_id=ident)
-        for index, (point, ident) in enumerate(zip(own, ("77_0", "77_1", "77_2", "77_3"), strict=False))
+        RunState(
+            point.run_dir, "pending", job_record=SlurmJobRecord("x", index, ident), job_id=ident
+        )
+        for index, (point, ident) in enumerate(
+            zip(own, ("77_0", "77_1", "77_2", "77_3"), strict=False)
+        )
     ]
     asked = []
 
-    def submit(submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]) -> list[str]:
+    def submit(
+        submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]
+    ) -> list[str]:
         asked.append((submission.at_once, list(submission.after), len(folders)))
         return [f"88_{index}" for index in range(len(folders))]
 
@@ -357,5 +391,7 @@ def test_points_of_another_command_for_the_same_sweep_count(
         return RunState(run_dir, "running", job_record=SlurmJobRecord("n"), job_id=ident)
 
     monkeypatch.setattr(run, "read_states", lambda asked: [read_state(path) for path in asked])
-    assert sweep(tmp_path, "training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true") == 0
+    assert (
+        sweep(tmp_path, "training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true") == 0
+    )
     assert "--array=0-2%1\n" in capsys.readouterr().out

@@ -56,7 +56,13 @@ def test_non_finite_floats_are_valid_json_and_come_back(path: Path) -> None:
         (b'{"step": 1}', [1]),
         *(
             (b'{"step": 1}\n' + tail, [1])
-            for tail in (b'{"step": 3, "lo', b"{", b'{"step": 3}\xff', b"\x00\x00\n", b'{"text": "\xc3')
+            for tail in (
+                b'{"step": 3, "lo',
+                b"{",
+                b'{"step": 3}\xff',
+                b"\x00\x00\n",
+                b'{"text": "\xc3',
+            )
         ),
     ],
 )
@@ -128,5 +134,9 @@ def test_truncate_after_a_step(path: Path) -> None:
         assert file.truncate_after(2) == 2
         file.write({"step": 3, "loss": 9.0})
         assert file.truncate_after(3) == 0
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.5), (2, 1.0), (3, 9.0)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 9.0),
+    ]
     assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]

@@ -31,7 +31,13 @@ def test_rows_console_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     recorder.message("hello")
     recorder.log({"step": 1, "loss": 2.0})
     recorder.log({"step": 1, "validation_loss": 3.0})
-    summary = {"exit": "done", "tokens_per_second": 123456.7, "mfu": None, "window_steps": 1200, "ok": True}
+    summary = {
+        "exit": "done",
+        "tokens_per_second": 123456.7,
+        "mfu": None,
+        "window_steps": 1200,
+        "ok": True,
+    }
     recorder.close(summary)
     recorder.close(summary)
     assert read_metrics(tmp_path / "metrics.jsonl") == [
@@ -63,7 +69,9 @@ def test_a_closed_console_does_not_stop_the_run(
         recorder.log({"step": 2, "loss": 2.0})
         recorder.close({})
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
-    assert caplog.messages == ["console is off, metrics.jsonl continues: BrokenPipeError: Broken pipe"]
+    assert caplog.messages == [
+        "console is off, metrics.jsonl continues: BrokenPipeError: Broken pipe"
+    ]
 
 
 def test_a_full_disk_does_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

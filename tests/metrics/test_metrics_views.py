@@ -82,7 +82,9 @@ def wandb_records(folder: Path) -> Iterator[Any]:
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     content, data, at = path.read_bytes(), b"", _WANDB_HEADER
     while at + _CHUNK_HEADER <= len(content):
-        if _BLOCK - at % _BLOCK < _CHUNK_HEADER:  # the rest of a block too small for a header is padding
+        if (
+            _BLOCK - at % _BLOCK < _CHUNK_HEADER
+        ):  # the rest of a block too small for a header is padding
             at += _BLOCK - at % _BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", content, at)
@@ -140,7 +142,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def options(store: str) -> dict[str, Any]:
-    return {"views": {"mlflow": {"tracking_uri": store, "experiment": "here", "tags": {"team": "a"}}}}
+    return {
+        "views": {"mlflow": {"tracking_uri": store, "experiment": "here", "tags": {"team": "a"}}}
+    }
 
 
 def runs(store: str, run_dir: Path) -> tuple[list[Any], Any]:
@@ -153,7 +157,9 @@ def runs(store: str, run_dir: Path) -> tuple[list[Any], Any]:
 
 def history(store: str, run_dir: Path, key: str) -> list[tuple[int, float]]:
     [run], client = runs(store, run_dir)
-    return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
+    return [
+        (metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)
+    ]
 
 
 def test_mlflow_has_a_run_its_failure_and_its_resumption(
@@ -229,7 +235,13 @@ def fail(*_: object, **__: object) -> None:
     ("view", "broken", "replacement", "rows", "reason"),
     [
         ("wandb", "wandb.init", fail, 3, "RuntimeError: no server"),
-        ("wandb", "harness.metrics.views.WandbView", BrokenView, 3, "ConnectionError: the server is gone"),
+        (
+            "wandb",
+            "harness.metrics.views.WandbView",
+            BrokenView,
+            3,
+            "ConnectionError: the server is gone",
+        ),
         ("wandb", "harness.metrics.views.WandbView", BrokenView, 1, "ConnectionError: still gone"),
         ("mlflow", "mlflow.MlflowClient.log_batch", fail, 3, "RuntimeError: no server"),
     ],

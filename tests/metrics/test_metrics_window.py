@@ -92,7 +92,11 @@ def test_warmup_counts_for_no_throughput() -> None:
         window.add(seconds, 1000, data_seconds=0.3)
     # An interval starts where the last one ended.
     assert window.interval()["step_seconds"] == 2.0
-    assert window.interval() == {"step_seconds": None, "tokens_per_second": None, "data_share": None}
+    assert window.interval() == {
+        "step_seconds": None,
+        "tokens_per_second": None,
+        "data_share": None,
+    }
     summary = window.summary()
     assert summary["window_steps"] == 3
     assert summary["tokens_per_second"] == 3000 / 6
@@ -160,7 +164,11 @@ def test_the_peak_is_that_of_the_arithmetic() -> None:
 
 
 def test_unknown_hardware_or_throughput_has_no_mfu() -> None:
-    assert set(utilization(None, LLAMA3_8B, Peak(1e12, "test")).values()) == {mfu(None, 1.0, 1.0)} == {None}
+    assert (
+        set(utilization(None, LLAMA3_8B, Peak(1e12, "test")).values())
+        == {mfu(None, 1.0, 1.0)}
+        == {None}
+    )
     peak = peak_of("Some CPU", "bfloat16")
     row = utilization(1e3, LLAMA3_8B, peak)
     assert row["mfu"] is None and row["mfu_causal"] is None
@@ -174,7 +182,9 @@ def test_peak_follows_an_allocation() -> None:
         "before = peak('cpu'); block = b'x' * 2**27; del block\n"
         "print(peak('cpu') - before)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert 0.06 < float(done.stdout) < 0.2
 
 
@@ -204,5 +214,9 @@ def test_a_long_run_keeps_the_times_of_its_latest_steps(monkeypatch: pytest.Monk
     tracemalloc.stop()
     assert traced[1] - traced[0] < 1500, "memory grows by a byte or more at each step"
     summary = steps.summary()
-    assert (summary["window_steps"], summary["window_seconds"], steps.lengths) == (2000, 3000, {4: 16000})
+    assert (summary["window_steps"], summary["window_seconds"], steps.lengths) == (
+        2000,
+        3000,
+        {4: 16000},
+    )
     assert summary["step_seconds_median"] == 1

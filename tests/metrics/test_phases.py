@@ -36,7 +36,12 @@ from harness.util.annotation import annotated
 from harness.util.errors import UserError
 
 SMALL = (
-    *("model.n_layers=2", "training.seq_len=16", "training.global_batch_size=8", "checkpoint=disabled"),
+    *(
+        "model.n_layers=2",
+        "training.seq_len=16",
+        "training.global_batch_size=8",
+        "checkpoint=disabled",
+    ),
     *("profiling.phases=true", "metrics.warmup_steps=1"),
 )
 
@@ -92,7 +97,8 @@ def test_times_are_exclusive_and_add_up() -> None:
 
 
 @pytest.mark.skipif(
-    not Path("/proc/thread-self/schedstat").exists(), reason="the kernel has no scheduler statistics"
+    not Path("/proc/thread-self/schedstat").exists(),
+    reason="the kernel has no scheduler statistics",
 )
 def test_waiting_for_a_core_is_not_computing() -> None:
     """Another process takes half of the core."""
@@ -117,7 +123,9 @@ def test_waiting_for_a_core_is_not_computing() -> None:
     phases.close()
     assert step.on_core["forward.blocks"] == pytest.approx(on_core, rel=0.25)
     assert step.seconds["forward.blocks"] > 1.3 * on_core
-    assert step.on_core["backward.blocks"] == pytest.approx(0.1, rel=0.25)  # asleep, it asks for no core
+    assert step.on_core["backward.blocks"] == pytest.approx(
+        0.1, rel=0.25
+    )  # asleep, it asks for no core
 
 
 class Event:
@@ -216,7 +224,15 @@ def test_phases_add_up_to_the_step_on_every_rank(traced: tuple[Path, Any]) -> No
 
 def test_each_stage_has_its_groups_and_collectives(traced: tuple[Path, Any]) -> None:
     folder, _ = traced
-    shared = {"data", "sums", "pp.wait", "gradient_norm", "optimizer", "forward.blocks", "backward.blocks"}
+    shared = {
+        "data",
+        "sums",
+        "pp.wait",
+        "gradient_norm",
+        "optimizer",
+        "forward.blocks",
+        "backward.blocks",
+    }
     shared |= {"dp.all_gather", "dp.reduce", "tp.all_gather", "tp.reduce_scatter"}
     ends = ({"forward.embedding", "backward.embedding"}, {"forward.head", "backward.head"})
     for rank in range(8):
@@ -235,12 +251,21 @@ def test_every_rank_writes_its_own_values(traced: tuple[Path, Any]) -> None:
         # One rank of each data-parallel group counts tokens, on the stage with the loss.
         assert all((row["loss"] is not None) == (rank in (4, 6)) for row in rows)
         for row, phases in zip(rows[1:], rows_of(folder, rank), strict=True):
-            own = {name.removeprefix("phase."): value for name, value in row.items() if "phase." in name}
+            own = {
+                name.removeprefix("phase."): value
+                for name, value in row.items()
+                if "phase." in name
+            }
             assert own == phases["phases"]
 
 
 def test_experts_and_context_have_their_collectives(pool: RankPool, tmp_path: Path) -> None:
-    layout = ("model=qwen3_moe_debug", "parallelism.dp_shard=4", "parallelism.ep=4", "parallelism.cp=2")
+    layout = (
+        "model=qwen3_moe_debug",
+        "parallelism.dp_shard=4",
+        "parallelism.ep=4",
+        "parallelism.cp=2",
+    )
     job = jobs.tiny(*SMALL, *layout, "training.steps=2")
     pool.run(8, train, job, str(tmp_path))
     [row] = rows_of(tmp_path, 0)
@@ -280,7 +305,11 @@ def test_the_report_has_the_means_and_the_plan(traced: tuple[Path, Any], tmp_pat
     result = report(folder, what="phases", out=tmp_path, calibration=tmp_path / "calibration.json")
     rows = {row["part"]: row for row in result.data["rows"]}
     every = [row["phases"] for rank in range(8) for row in rows_of(folder, rank)]
-    for part, prefixes in {"compute": ("forward.", "backward."), "tp": ("tp.",), "pp": ("pp.",)}.items():
+    for part, prefixes in {
+        "compute": ("forward.", "backward."),
+        "tp": ("tp.",),
+        "pp": ("pp.",),
+    }.items():
         seconds = [sum(s for name, s in row.items() if name.startswith(prefixes)) for row in every]
         assert rows[part]["seconds"] == pytest.approx(np.mean(seconds))
     speed = make_plan(job, calibration).speed
@@ -297,9 +326,13 @@ def test_the_report_has_the_means_and_the_plan(traced: tuple[Path, Any], tmp_pat
 
 
 @pytest.mark.parametrize("slow", [{3: 0.03}, {}], ids=["one slowed by 30 %", "none"])
-def test_a_slow_rank_is_named_and_no_other(pool: RankPool, tmp_path: Path, slow: dict[int, float]) -> None:
+def test_a_slow_rank_is_named_and_no_other(
+    pool: RankPool, tmp_path: Path, slow: dict[int, float]
+) -> None:
     """Sleeping does not need a core, so ranks that share cores do not slow each other down."""
-    job = jobs.tiny(*SMALL, "parallelism.dp_shard=8", "training.steps=20", "metrics.log_interval=50")
+    job = jobs.tiny(
+        *SMALL, "parallelism.dp_shard=8", "training.steps=20", "metrics.log_interval=50"
+    )
     found = pool.run(8, train, job, str(tmp_path), 0.1, slow)
     named = found[0][1]
     assert [each.rank for each in named] == list(slow)
@@ -341,6 +374,11 @@ def test_ranks_are_compared_within_their_stage() -> None:
 
 
 def test_only_phases_without_waiting_count() -> None:
-    phases = {"forward.blocks": 1.0, "forward.head": 2.0, "backward.blocks": 4.0, "dp.all_gather": 50.0}
+    phases = {
+        "forward.blocks": 1.0,
+        "forward.head": 2.0,
+        "backward.blocks": 4.0,
+        "dp.all_gather": 50.0,
+    }
     expected = {"data": 0.0, "forward": 3.0, "backward": 4.0, "optimizer": 0.0}
     assert dict(zip(KINDS, own_seconds(phases), strict=True)) == expected

@@ -21,7 +21,8 @@ from harness.model.spec import parameter_shapes
 _LISTED = yaml.safe_load((Path(__file__).parent / "published_parameters.yaml").read_text())
 # By name: all parameters, and those that a token meets.
 PUBLISHED = {
-    name: tuple(listed) if isinstance(listed, list) else (listed,) * 2 for name, listed in _LISTED.items()
+    name: tuple(listed) if isinstance(listed, list) else (listed,) * 2
+    for name, listed in _LISTED.items()
 }
 _SHIPPED = {file.stem for file in MODELS.glob("*.yaml")}
 DEBUG = sorted(name for name in _SHIPPED - PUBLISHED.keys() if name.endswith("_debug"))
@@ -51,7 +52,9 @@ def test_parameters_and_those_that_a_token_meets(name: str) -> None:
     else:
         assert counted.parameters < 2_000_000
     assert count(on_meta(config)) == counted.parameters
-    assert sum(math.prod(shape) for shape in parameter_shapes(config).values()) == counted.parameters
+    assert (
+        sum(math.prod(shape) for shape in parameter_shapes(config).values()) == counted.parameters
+    )
 
 
 def test_flops_of_a_mixture_by_hand() -> None:
@@ -66,7 +69,9 @@ def test_flops_of_a_mixture_by_hand() -> None:
     counted = account(config, seq_len)
     assert counted.flops_per_token_full == 6 * multiplied + per_position * 24 * seq_len
     assert account(config, 8192).flops_per_token_full == pytest.approx(31.314e9, abs=0.0005e9)
-    assert counted.flops_per_token_causal == 6 * multiplied + per_position * (12 * seq_len / 2 + 12 * band)
+    assert counted.flops_per_token_causal == 6 * multiplied + per_position * (
+        12 * seq_len / 2 + 12 * band
+    )
 
 
 def test_flops_of_chunks_by_hand() -> None:
@@ -104,7 +109,9 @@ def test_flops_per_token_of_llama3_8b() -> None:
 def test_flops_by_hand() -> None:
     """6 per multiplied parameter; per layer, head and position 6 * (d_qk + d_v), or half of it."""
     heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 6}
-    config = ModelConfig(vocab_size=10, dim=8, n_layers=2, ffn_hidden_dim=16, max_seq_len=64, **heads)
+    config = ModelConfig(
+        vocab_size=10, dim=8, n_layers=2, ffn_hidden_dim=16, max_seq_len=64, **heads
+    )
     attention_weights = 8 * (4 * 6) + 2 * 8 * (2 * 6) + (4 * 6) * 8
     multiplied = 2 * (attention_weights + 3 * 8 * 16 + 2 * 8) + 8 + 10 * 8
     attention = 6 * 2 * 4 * (6 + 6) * 32
@@ -137,6 +144,12 @@ def test_a_resolved_model_stays_the_same_object_and_its_results_are_kept() -> No
     resolved = resolve_model(model)
     assert resolve_model(resolved) is resolved
     wider = dataclasses.replace(resolved, dim=64)
-    asked = [(resolved, 2), (resolved, 2), (resolved, 3), (wider, 3), (dataclasses.replace(wider), 3)]
+    asked = [
+        (resolved, 2),
+        (resolved, 2),
+        (resolved, 3),
+        (wider, 3),
+        (dataclasses.replace(wider), 3),
+    ]
     assert [count(*each) for each in asked] == [64, 64, 96, 192, 192]
     assert len(calls) == 4

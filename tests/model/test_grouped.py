@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.model import grouped
-from harness.model.grouped import grouped_linear, pad, padded_positions, unpad, zero_gradients_where_empty
+from harness.model.grouped import (
+    grouped_linear,
+    pad,
+    padded_positions,
+    unpad,
+    zero_gradients_where_empty,
+)
 
 
 def ends_of(lengths: list[int]) -> Tensor:

@@ -27,7 +27,9 @@ def config(tied: bool = False, **numbers: int) -> ModelConfig:
     return resolve_model(made)
 
 
-def values(made: ModelConfig, modules: list[str] | None = None, seed: int = 42) -> dict[str, Tensor]:
+def values(
+    made: ModelConfig, modules: list[str] | None = None, seed: int = 42
+) -> dict[str, Tensor]:
     with torch.device("meta"):
         part = Decoder(made, 16, modules)
     materialize(part, seed, CPU, CPU)
@@ -86,7 +88,9 @@ def test_every_name_and_every_seed_differs() -> None:
     drawn = {name: value for name, value in WHOLE.items() if "norm" not in name}
     firsts = {name: tuple(value.flatten()[:4].tolist()) for name, value in drawn.items()}
     assert len(set(firsts.values())) == len(drawn)
-    assert all(len({tuple(row[:4].tolist()) for row in value}) == len(value) for value in drawn.values())
+    assert all(
+        len({tuple(row[:4].tolist()) for row in value}) == len(value) for value in drawn.values()
+    )
     other = values(config(), seed=43)
     for name, value in drawn.items():
         assert not torch.equal(other[name], value), name
@@ -125,7 +129,10 @@ def test_distribution(name: str) -> None:
 
 
 def test_the_output_projection_is_wider_for_narrow_models() -> None:
-    assert [init_of("output.weight", config(dim=dim)).std for dim in (128, 256)] == [128**-0.5, 256**-0.5]
+    assert [init_of("output.weight", config(dim=dim)).std for dim in (128, 256)] == [
+        128**-0.5,
+        256**-0.5,
+    ]
 
 
 def test_a_tied_table_is_drawn_as_the_output_projection() -> None:

@@ -13,7 +13,9 @@ from harness.util.errors import ConfigError
 
 # E: width of values
 B, T, H, K, D, E = 2, 12, 6, 2, 8, 6
-DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]])
+DOCUMENTS = torch.tensor(
+    [[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]]
+)
 SCALE = 0.3
 REACHES = {
     "causal": AttentionSpec(AttentionSpan(), SCALE),
@@ -59,7 +61,9 @@ def test_output(name: str, documents: Tensor | None, kernel: type[Kernel]) -> No
     reach, (q, k, v, sinks) = REACHES[name], tensors()
     built = kernel(reach)
     out = built(q, k, v, built.mask(documents, B, T, q.device), sinks if reach.has_sinks else None)
-    torch.testing.assert_close(out, written_out(q, k, v, sinks, reach, documents), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        out, written_out(q, k, v, sinks, reach, documents), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True])
@@ -68,7 +72,10 @@ def test_gradients(name: str, memory_efficient: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "needs_memory_efficient", lambda *_: memory_efficient)
     reach, leaves = REACHES[name], [x.requires_grad_() for x in tensors()]
     wanted = leaves if reach.has_sinks else leaves[:3]
-    kernel, weights = SdpaKernel(reach), torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1))
+    kernel, weights = (
+        SdpaKernel(reach),
+        torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1)),
+    )
     q, k, v, sinks = leaves
     mask = kernel.mask(None, B, T, q.device)
     out = kernel(q, k, v, mask, sinks if reach.has_sinks else None)
@@ -79,11 +86,14 @@ def test_gradients(name: str, memory_efficient: bool, monkeypatch: pytest.Monkey
 
 def test_only_what_is_not_causal_needs_a_mask() -> None:
     needed = {
-        name: SdpaKernel(reach).mask(None, B, T, torch.device("cpu")) for name, reach in REACHES.items()
+        name: SdpaKernel(reach).mask(None, B, T, torch.device("cpu"))
+        for name, reach in REACHES.items()
     }
     assert [name for name, mask in needed.items() if mask is None] == ["causal"]
     assert (
-        SdpaKernel(AttentionSpec(AttentionSpan(window=T), SCALE)).mask(None, B, T, torch.device("cpu"))
+        SdpaKernel(AttentionSpec(AttentionSpan(window=T), SCALE)).mask(
+            None, B, T, torch.device("cpu")
+        )
         is None
     )
 
@@ -99,10 +109,14 @@ def test_varlen_knows_where_documents_begin() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [SdpaKernel, FlexKernel, VarlenKernel], ids=["sdpa", "flex", "varlen"])
+@pytest.mark.parametrize(
+    "kernel", [SdpaKernel, FlexKernel, VarlenKernel], ids=["sdpa", "flex", "varlen"]
+)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("name", REACHES)
-def test_output_and_gradients_on_a_gpu(name: str, documents: Tensor | None, kernel: type[Kernel]) -> None:
+def test_output_and_gradients_on_a_gpu(
+    name: str, documents: Tensor | None, kernel: type[Kernel]
+) -> None:
     """In bfloat16, the only format that all of them take, at widths and lengths that kernels are made for."""
     reach = REACHES[name]
     if kernel is VarlenKernel and reach.has_sinks:
@@ -130,9 +144,21 @@ def test_output_and_gradients_on_a_gpu(name: str, documents: Tensor | None, kern
 @pytest.mark.parametrize(
     ("device", "major", "rule"),
     [
-        ("cpu", 9, "runs on GPUs of compute capability 9.0, and this rank has none; would work: default"),
-        ("cuda", 8, "runs on GPUs of compute capability 9.0, and this rank has none; would work: default"),
-        ("cuda", 9, "flash_attn_interface: No module named 'flash_attn_interface'; would work: default, or"),
+        (
+            "cpu",
+            9,
+            "runs on GPUs of compute capability 9.0, and this rank has none; would work: default",
+        ),
+        (
+            "cuda",
+            8,
+            "runs on GPUs of compute capability 9.0, and this rank has none; would work: default",
+        ),
+        (
+            "cuda",
+            9,
+            "flash_attn_interface: No module named 'flash_attn_interface'; would work: default, or",
+        ),
     ],
 )
 def test_flash_attention_that_is_not_there_is_refused(

@@ -22,17 +22,34 @@ B, T = 2, 10
 KINDS = {
     "softmax": [],
     "normalized": ["model.moe.normalize_scores=true", "model.moe.score_scale=2.5"],
-    "sigmoid_before": ["model.moe.score=sigmoid", "model.moe.top_k=1", "model.moe.score_before_experts=true"],
+    "sigmoid_before": [
+        "model.moe.score=sigmoid",
+        "model.moe.top_k=1",
+        "model.moe.score_before_experts=true",
+    ],
     "groups": ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.top_k=3"],
-    "best_two": ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.group_score=top2_sum"],
-    "biases": ["model.moe.router_bias=true", "model.moe.expert_bias=true", "model.activation=swiglu_clamped"],
+    "best_two": [
+        "model.moe.num_groups=4",
+        "model.moe.top_groups=2",
+        "model.moe.group_score=top2_sum",
+    ],
+    "biases": [
+        "model.moe.router_bias=true",
+        "model.moe.expert_bias=true",
+        "model.activation=swiglu_clamped",
+    ],
     "shared": ["model.moe.shared_hidden_dim=24"],
     "balanced": ["model.moe.balance_coeff=0.001", "model.moe.score=sigmoid"],
 }
 
 
 def config_of(*overrides: str) -> ModelConfig:
-    model = ["model=llama3_tiny", "model.dim=16", "model.moe.num_experts=8", "model.moe.hidden_dim=12"]
+    model = [
+        "model=llama3_tiny",
+        "model.dim=16",
+        "model.moe.num_experts=8",
+        "model.moe.hidden_dim=12",
+    ]
     data = ["data=synthetic", "tokenizer=bytes", "training.seq_len=16"]
     return compose_job([*model, "model.moe.top_k=2", *overrides, *data]).model
 

@@ -35,10 +35,14 @@ def wider(factor: int, head_dim: int = 8, **fields: Any) -> ModelConfig:
     """The base model with ``factor`` times its width, in muP."""
     model = set_fields(BASE, **fields).at_width(32 * factor)
     model = with_value(with_value(model, "mup.base_dim", 32), "head_dim", head_dim)
-    return set_fields(with_value(model, "mup.base_widths", {"head_dim": 8} if head_dim != 8 else {}))
+    return set_fields(
+        with_value(model, "mup.base_widths", {"head_dim": 8} if head_dim != 8 else {})
+    )
 
 
-def published(parameters: dict[str, Tensor], tokens: Tensor, config: ModelConfig, factor: int) -> Tensor:
+def published(
+    parameters: dict[str, Tensor], tokens: Tensor, config: ModelConfig, factor: int
+) -> Tensor:
     """Logits of a Llama in muP, written from the tables of arXiv:2203.03466: scores / d, logits / fan_in.
 
     d and fan_in are relative to those of the base model, whose scores have the factor 1 / sqrt(8).
@@ -55,7 +59,11 @@ def published(parameters: dict[str, Tensor], tokens: Tensor, config: ModelConfig
         return torch.cat((turned.real, turned.imag), dim=-1)
 
     def normed(y: Tensor, name: str) -> Tensor:
-        return y / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * parameters[f"{name}.weight"]
+        return (
+            y
+            / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+            * parameters[f"{name}.weight"]
+        )
 
     future = torch.ones(length, length).triu(1).bool()
     for layer in range(config.n_layers):
@@ -65,7 +73,11 @@ def published(parameters: dict[str, Tensor], tokens: Tensor, config: ModelConfig
             (y @ parameters[f"{name}.attention.{w}.weight"].T).unflatten(-1, (-1, width))
             for w in ("wq", "wk", "wv")
         )
-        q, k, v = rotated(q), rotated(k).repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+        q, k, v = (
+            rotated(q),
+            rotated(k).repeat_interleave(groups, 2),
+            v.repeat_interleave(groups, 2),
+        )
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (math.sqrt(8) / width)
         weights = scores.masked_fill(future, -math.inf).softmax(-1)
         y = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*tokens.shape, heads * width)
@@ -81,13 +93,21 @@ LR, DECAY, EPS, BETAS = 0.01, 0.3, 1e-6, (0.9, 0.95)
 STEP = (f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.eps={EPS}")
 
 
-@pytest.mark.parametrize(("factor", "head_dim", "tied"), [(2, 8, False), (8, 8, True), (4, 16, False)])
-def test_two_steps_are_those_of_the_published_tables(factor: int, head_dim: int, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("factor", "head_dim", "tied"), [(2, 8, False), (8, 8, True), (4, 16, False)]
+)
+def test_two_steps_are_those_of_the_published_tables(
+    factor: int, head_dim: int, tied: bool
+) -> None:
     """Loss, gradients and updates, with AdamW written from the tables: hidden matrices at lr / fan_in."""
     model = wider(factor, head_dim, tied_embeddings=tied)
     sizes = ("training.seq_len=16", "training.global_batch_size=2", "training.max_norm=0")
-    job = tiny(*STEP, *sizes, "schedule=constant", "schedule.warmup_steps=0", "model.vocab_size=320")
-    job = resolve(dataclasses.replace(job, model=dataclasses.replace(model, vocab_size=320)), gpus=0)
+    job = tiny(
+        *STEP, *sizes, "schedule=constant", "schedule.warmup_steps=0", "model.vocab_size=320"
+    )
+    job = resolve(
+        dataclasses.replace(job, model=dataclasses.replace(model, vocab_size=320)), gpus=0
+    )
     set_up_process(job)
     with process_group(job, HOST):
         engine = Engine(job, HOST)
@@ -100,7 +120,9 @@ def test_two_steps_are_those_of_the_published_tables(factor: int, head_dim: int,
             fan_in = factor * head_dim // 8 if name.endswith("wo.weight") else factor
             hidden = name.startswith("layers.") and "norm" not in name
             decays = DECAY * (fan_in if hidden else 1) if "norm" not in name else 0.0
-            groups.append({"params": [value], "lr": LR / (fan_in if hidden else 1), "weight_decay": decays})
+            groups.append(
+                {"params": [value], "lr": LR / (fan_in if hidden else 1), "weight_decay": decays}
+            )
         adam = torch.optim.AdamW(groups, betas=BETAS, eps=EPS / factor)
         for _ in range(2):
             batch = loader.next()
@@ -111,7 +133,9 @@ def test_two_steps_are_those_of_the_published_tables(factor: int, head_dim: int,
             loss.backward()
             assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
             for name, value in theirs.items():
-                torch.testing.assert_close(ours[name].grad, value.grad, rtol=1e-3, atol=1e-7, msg=name)
+                torch.testing.assert_close(
+                    ours[name].grad, value.grad, rtol=1e-3, atol=1e-7, msg=name
+                )
             engine.update(outcome.norm)
             adam.step()
             for name, value in theirs.items():
@@ -239,7 +263,11 @@ def test_every_output_is_found() -> None:
     """Logits and router logits have the multiplier; no other matrix has a constant initial spread."""
     model = changed("deepseek_v3_debug", mup__base_dim=16)
     base = tensors(model.base)
-    same = {name for name, each in tensors(model).items() if each.is_matrix and each.init == base[name].init}
+    same = {
+        name
+        for name, each in tensors(model).items()
+        if each.is_matrix and each.init == base[name].init
+    }
     routers = {name for name, each in tensors(model).items() if each.split is Split.ROUTER}
     assert same == {"output.weight"} | routers and len(routers) == 3
 

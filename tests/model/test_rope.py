@@ -38,9 +38,13 @@ def test_rotation_and_its_gradient(
     turn = torch.compile(rotate, backend="aot_eager") if compiled else rotate
     table_2TD = rope_table(config, D, T)
     # As many keys as half of the heads; queries are a part of their rows, as in latent attention.
-    ours = [torch.randn(B, T, heads, D + 2, device=device, requires_grad=True) for heads in (2 * H, H)]
+    ours = [
+        torch.randn(B, T, heads, D + 2, device=device, requires_grad=True) for heads in (2 * H, H)
+    ]
     theirs = [x.detach().cpu().requires_grad_() for x in ours]
-    out = turn(*(x[..., 2:] for x in ours), signed_table(table_2TD).to(device), interleaved=interleaved)
+    out = turn(
+        *(x[..., 2:] for x in ours), signed_table(table_2TD).to(device), interleaved=interleaved
+    )
     expected = [complex_rotation(x[..., 2:], table_2TD, interleaved=interleaved) for x in theirs]
     grads = [torch.randn_like(x) for x in expected]
     torch.autograd.backward(out, [grad.to(device) for grad in grads])
@@ -57,10 +61,14 @@ def test_narrow_inputs_are_rotated_in_float32(device: str) -> None:
     for out in rotate(*(x_BTHD.to(device) for _ in "qk"), signed_table(table_2TD).to(device)):
         assert out.dtype == torch.bfloat16
         expected = complex_rotation(x_BTHD.float(), table_2TD, interleaved=False).bfloat16()
-        torch.testing.assert_close(out.cpu(), expected, rtol=0.0 if device == "cpu" else 2**-7, atol=0.0)
+        torch.testing.assert_close(
+            out.cpu(), expected, rtol=0.0 if device == "cpu" else 2**-7, atol=0.0
+        )
 
 
-def compare_kernel(heads: tuple[int, int], width: int, direction: int, *, interleaved: bool) -> None:
+def compare_kernel(
+    heads: tuple[int, int], width: int, direction: int, *, interleaved: bool
+) -> None:
     table = torch.stack([signed_table(rope_table(RopeConfig(), width, T))] * B, 1)[:, :, : T - 1]
     inputs = [torch.randn(B, T - 1, each, width + 4)[..., 4:] for each in heads]
     expected = tuple(_rotated(x, table, direction, interleaved) for x in inputs)

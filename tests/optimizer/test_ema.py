@@ -23,7 +23,12 @@ from harness.weights.detect import find_source, open_source
 
 DECAY, STEPS = 0.7, 3
 RUN = (
-    *("model.n_layers=1", "training.seq_len=16", "training.global_batch_size=4", f"training.steps={STEPS}"),
+    *(
+        "model.n_layers=1",
+        "training.seq_len=16",
+        "training.global_batch_size=4",
+        f"training.steps={STEPS}",
+    ),
     *("optimizer.lr=0.01", f"optimizer.ema_decay={DECAY}", "schedule.warmup_steps=0"),
 )
 
@@ -52,7 +57,9 @@ def expected(pool: RankPool) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "rtol", "atol"), [("single", 1e-6, 1e-7), ("fsdp_tp", 1e-4, 1e-4)])
+@pytest.mark.parametrize(
+    ("layout", "rtol", "atol"), [("single", 1e-6, 1e-7), ("fsdp_tp", 1e-4, 1e-4)]
+)
 def test_average_is_torchs(
     pool: RankPool, expected: dict[str, Tensor], layout: str, rtol: float, atol: float
 ) -> None:
@@ -67,13 +74,17 @@ def test_average_of_every_parameter(pool: RankPool) -> None:
     [found] = averages(pool, "optimizer.kind=muon")
     [alone] = averages(pool, "optimizer.kind=muon", "optimizer.ema_decay=0.0001")
     # With a decay of nearly 0 the average is the weights: the sum of both differs only if both were updated.
-    assert found.keys() == alone.keys() and all(not found[name].equal(alone[name]) for name in found)
+    assert found.keys() == alone.keys() and all(
+        not found[name].equal(alone[name]) for name in found
+    )
 
 
 def test_a_dropped_update_leaves_the_average() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
-    optimizer = Lion([{"params": [parameter], "betas": (0.9, 0.99), "weight_decay": 0.0}], 1.0, torch.float32)
+    optimizer = Lion(
+        [{"params": [parameter], "betas": (0.9, 0.99), "weight_decay": 0.0}], 1.0, torch.float32
+    )
     keep_average(optimizer, DECAY)
     optimizer.step()
     average = optimizer.state[parameter]["ema"].clone()
@@ -106,5 +117,7 @@ def test_average_is_saved_and_converted(tmp_path: Path, expected: dict[str, Tens
     assert convert(ConvertJob(**vars(job.plain), convert=config), []) == 0
     converted = open_source(find_source(str(target)), job.model)
     assert all(converted.read(name).equal(source.read(name)) for name in expected)
-    with pytest.raises(ConfigError, match=r"convert.ema=true: .* has no moving average of the weights"):
+    with pytest.raises(
+        ConfigError, match=r"convert.ema=true: .* has no moving average of the weights"
+    ):
         find_source(str(target)).averaged("convert.ema")

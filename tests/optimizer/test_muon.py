@@ -41,7 +41,9 @@ def sent_in_a_step(job_json: str) -> float:
 @pytest.mark.parametrize(
     ("name", "overrides"), [("fsdp_tp_pp", MUON), ("ep_hsdp", MOE), ("fsdp_experts_uneven", MOE)]
 )
-def test_ranks_send_what_the_plan_says(pool: RankPool, name: str, overrides: tuple[str, ...]) -> None:
+def test_ranks_send_what_the_plan_says(
+    pool: RankPool, name: str, overrides: tuple[str, ...]
+) -> None:
     job: Job = layout(name, *overrides)
     sent = pool.run(job.world_size, sent_in_a_step, job.to_json())
     each = job.world_size // job.parallelism.pp
@@ -77,8 +79,12 @@ SHARED = [Matrices(1, 512, 512, 4)] * 5 + [Matrices(1, 1536, 512, 4)] * 6 + [Mat
 def test_every_matrix_has_one_owner(monkeypatch: pytest.MonkeyPatch, round_values: int) -> None:
     monkeypatch.setattr(assignment, "ROUND_VALUES", round_values)
     units = [unit for units in assignment.assign(SHARED) for unit in units]
-    owned = sorted((unit.tensor, matrix) for unit in units for matrix in range(unit.first, unit.stop))
-    assert owned == [(index, matrix) for index, of in enumerate(SHARED) for matrix in range(of.count)]
+    owned = sorted(
+        (unit.tensor, matrix) for unit in units for matrix in range(unit.first, unit.stop)
+    )
+    assert owned == [
+        (index, matrix) for index, of in enumerate(SHARED) for matrix in range(of.count)
+    ]
     work = [0.0] * 4
     for unit in units:
         if SHARED[unit.tensor].holders == 4:
@@ -89,7 +95,9 @@ def test_every_matrix_has_one_owner(monkeypatch: pytest.MonkeyPatch, round_value
     assert max(work) - min(work) <= largest
     for each in assignment.assign(SHARED):
         for owner in range(4):
-            values = sum(SHARED[unit.tensor].values * unit.count for unit in each if unit.owner == owner)
+            values = sum(
+                SHARED[unit.tensor].values * unit.count for unit in each if unit.owner == owner
+            )
             assert values <= max(round_values, 1536 * 512)
 
 

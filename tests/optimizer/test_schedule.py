@@ -22,7 +22,11 @@ SHAPES: list[tuple[int, dict[str, object], list[float]]] = [
     # Without a ratio it decays from the end of the warm-up.
     (6, {"warmup_steps": 2, "decay_ratio": None}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
     (4, {"warmup_steps": 4, "decay_ratio": None}, [0.25, 0.5, 0.75, 1, 1]),
-    (6, {"warmup_steps": 2, "decay_type": "cosine"}, [0.5, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0]),
+    (
+        6,
+        {"warmup_steps": 2, "decay_type": "cosine"},
+        [0.5, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0],
+    ),
     (2, {"warmup_steps": 0, "decay_type": "cosine", "min_lr_factor": 0.1}, [1, 0.55, 0.1]),
     (4, {"warmup_steps": 0, "decay_type": "sqrt"}, [1, 0.5, 1 - HALF, 1 - ROOT, 0]),
     (4, {"warmup_steps": 0, "min_lr_factor": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),

@@ -36,12 +36,21 @@ NORMS = {
     *(f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attention_norm", "ffn_norm")),
 }
 TABLE = "tok_embeddings.weight"
-ROUNDED = OptimizerConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, state_dtype="bfloat16")
+ROUNDED = OptimizerConfig(
+    lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, state_dtype="bfloat16"
+)
 MUON = OptimizerConfig(kind="muon", lr=0.03, weight_decay=0.2, momentum=0.9)
 
 
 def model(tied: bool = False) -> Decoder:
-    sizes = {"vocab_size": 32, "dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_hidden_dim": 24}
+    sizes = {
+        "vocab_size": 32,
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "ffn_hidden_dim": 24,
+    }
     config = ModelConfig(**sizes, max_seq_len=8, tied_embeddings=tied)
     torch.manual_seed(0)
     return Decoder(config, 8)
@@ -108,7 +117,12 @@ def test_a_part_with_vectors_only_makes_one_group() -> None:
     assert [group["weight_decay"] for group in built.param_groups] == [0.0]
 
 
-FLAGS = {"auto": (True, False), "fused": (True, False), "foreach": (False, True), "for-loop": (False, False)}
+FLAGS = {
+    "auto": (True, False),
+    "fused": (True, False),
+    "foreach": (False, True),
+    "for-loop": (False, False),
+}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -143,7 +157,12 @@ def test_groups_are_those_of_torch(kind: str, dtype: str) -> None:
     def torchs(named: dict[str, Any]) -> Optimizers:
         queries = {name: p for name, p in named.items() if "wq" in name}
         groups = [
-            {"params": list(queries.values()), "lr": 0.005, "weight_decay": 0.3, "betas": (0.7, 0.8)},
+            {
+                "params": list(queries.values()),
+                "lr": 0.005,
+                "weight_decay": 0.3,
+                "betas": (0.7, 0.8),
+            },
             {"params": [p for name, p in named.items() if p.ndim == 2 and name not in queries]},
             {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
@@ -162,9 +181,15 @@ def test_muon_equals_torchs(scale: str) -> None:
     config = dataclasses.replace(MUON, lr_scale=scale, newton_schulz_dtype="bfloat16")
 
     def torchs(named: dict[str, Any]) -> Optimizers:
-        matrices = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("layers.")}
+        matrices = {
+            name: p for name, p in named.items() if p.ndim == 2 and name.startswith("layers.")
+        }
         tables = [p for name, p in named.items() if p.ndim == 2 and name not in matrices]
-        adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        adamw: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": (config.beta1, config.beta2),
+            "eps": config.eps,
+        }
         shared = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
         return [
             torch.optim.Muon(list(matrices.values()), adjust_lr_fn=scale, **shared),
@@ -180,7 +205,9 @@ def test_muon_equals_torchs(scale: str) -> None:
 def test_several_kinds_are_one_optimizer() -> None:
     """One state and the groups of all; the settings of a group change the update of its kind."""
     decoder = model()
-    built = built_for(decoder, OptimizerConfig(kind="muon", groups=[{"match": "wo", "kind": "lion"}]))
+    built = built_for(
+        decoder, OptimizerConfig(kind="muon", groups=[{"match": "wo", "kind": "lion"}])
+    )
     assert {group["kind"] for group in built.param_groups} == {"adamw", "lion", "muon"}
     for parameter in decoder.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -209,15 +236,28 @@ def test_the_last_group_that_matches_wins() -> None:
 def test_muon_updates_the_matrices_inside_of_blocks() -> None:
     job = tiny("model=qwen3_moe_debug", "optimizer=muon")
     found = kinds_of(job.optimizer, tensors(job.model).values())
-    ends = {tensor.name.split(".", 2)[-1] for tensor in found["muon"] if tensor.name.startswith("layers.")}
+    ends = {
+        tensor.name.split(".", 2)[-1]
+        for tensor in found["muon"]
+        if tensor.name.startswith("layers.")
+    }
     attention = {f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
     assert ends == attention | {f"moe.experts.w{i}" for i in (1, 2, 3)}
     others = {tensor.name for tensor in found["adamw"]}
-    assert {"tok_embeddings.weight", "output.weight", "layers.0.moe.router.weight", "norm.weight"} <= others
+    assert {
+        "tok_embeddings.weight",
+        "output.weight",
+        "layers.0.moe.router.weight",
+        "norm.weight",
+    } <= others
     assert found.keys() == {"muon", "adamw"}
-    kinds = [exchanges(each, tensors(job.model).values()) for each in (job.optimizer, OptimizerConfig())]
+    kinds = [
+        exchanges(each, tensors(job.model).values()) for each in (job.optimizer, OptimizerConfig())
+    ]
     assert kinds == ["muon", None]
-    chosen = tiny("optimizer=muon", "optimizer.groups=[{match: wo, kind: lion}, {match: output, kind: muon}]")
+    chosen = tiny(
+        "optimizer=muon", "optimizer.groups=[{match: wo, kind: lion}, {match: output, kind: muon}]"
+    )
     found = kinds_of(chosen.optimizer, tensors(chosen.model).values())
     assert {tensor.name.split(".")[-2] for tensor in found["lion"]} == {"wo"}
     assert "output.weight" in {tensor.name for tensor in found["muon"]}
@@ -245,7 +285,9 @@ def test_a_step_of_adamw_by_hand(master: torch.dtype) -> None:
         assert parameter.dtype == master
         for found, expected in ((state["exp_avg"], mean), (state["exp_avg_sq"], square)):
             # A float32 sum in another order may be rounded to the neighbouring bfloat16 value.
-            torch.testing.assert_close(found.float(), expected.bfloat16().float(), rtol=2**-7, atol=0)
+            torch.testing.assert_close(
+                found.float(), expected.bfloat16().float(), rtol=2**-7, atol=0
+            )
         close = 1e-6 if master == torch.float32 else 2**-7
         torch.testing.assert_close(parameter.detach().float(), value, rtol=close, atol=1e-6)
         mean, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
@@ -275,7 +317,9 @@ def test_a_mean_still_changes_at_the_largest_beta() -> None:
     """At 0.999 it would not, so that is refused."""
     for beta, moves in ((LARGEST_BFLOAT16_BETA, True), (0.999, False)):
         parameter = torch.nn.Parameter(torch.ones(1))
-        built = build_optimizer(dataclasses.replace(ROUNDED, beta2=beta), [("norm.weight", parameter)], SPECS)
+        built = build_optimizer(
+            dataclasses.replace(ROUNDED, beta2=beta), [("norm.weight", parameter)], SPECS
+        )
         parameter.grad = torch.ones(1)
         built.step()
         built.state[parameter]["exp_avg_sq"].fill_(1.0)
@@ -315,7 +359,14 @@ def own(kind: str, parameters: Sequence[Tensor]) -> Any:
 
 
 B, F = torch.bfloat16, torch.float32
-OWN = [("adamw bfloat16", B), ("adamw", B), ("adamw bfloat16", F), ("adamw", F), ("lion", F), ("muon", F)]
+OWN = [
+    ("adamw bfloat16", B),
+    ("adamw", B),
+    ("adamw bfloat16", F),
+    ("adamw", F),
+    ("lion", F),
+    ("muon", F),
+]
 OWN += [("lion bfloat16", B)]
 
 
@@ -346,7 +397,9 @@ def test_dropped_steps_have_no_effect(kind: str, master: torch.dtype) -> None:
     torch.testing.assert_close(expected, plain, **close)
     torch.testing.assert_close(expected_state, plain_state, **close)
     assert float(plain_state.get("step", 3)) == 3
-    assert {s.dtype for name, s in plain_state.items() if name != "step"} == {B if "bfloat16" in kind else F}
+    assert {s.dtype for name, s in plain_state.items() if name != "step"} == {
+        B if "bfloat16" in kind else F
+    }
     for drop in ([True, False, False, True, False, True], [False, False, False, True]):
         parameter, state = after(kind, master, drop)
         assert_equal(parameter, expected)
@@ -357,7 +410,11 @@ def test_dropped_steps_have_no_effect(kind: str, master: torch.dtype) -> None:
 @pytest.mark.parametrize("drop", [None, [False, True, False, False]], ids=["all", "dropped"])
 @pytest.mark.parametrize(("kind", "master"), [("adamw uint8", F), *OWN])
 def test_a_compiled_update_computes_the_same(
-    kind: str, master: torch.dtype, drop: list[bool] | None, device: str, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    master: torch.dtype,
+    drop: list[bool] | None,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A GPU compiles by itself. Where a sum is rounded to the other neighbour, a code is the next one."""
     expected, expected_state = after(kind, master, drop, width=128)
@@ -366,10 +423,20 @@ def test_a_compiled_update_computes_the_same(
         compiled = torch.compile(getattr(elementwise, rule), backend="aot_eager", fullgraph=True)
         monkeypatch.setattr(elementwise, rule, compiled)
     found, state = after(kind, master, drop, device, 128)
-    close: dict[str, Any] = {"rtol": 2**-7 if master == B else 1e-5, "atol": 1e-5, "check_device": False}
+    close: dict[str, Any] = {
+        "rtol": 2**-7 if master == B else 1e-5,
+        "atol": 1e-5,
+        "check_device": False,
+    }
     torch.testing.assert_close(found, expected, **close)
     for name, values in expected_state.items():
-        narrow = {"rtol": 2**-7} if values.dtype == B else {"atol": 1} if values.dtype == torch.uint8 else {}
+        narrow = (
+            {"rtol": 2**-7}
+            if values.dtype == B
+            else {"atol": 1}
+            if values.dtype == torch.uint8
+            else {}
+        )
         torch.testing.assert_close(state[name], values, **close | narrow)
 
 
@@ -393,4 +460,6 @@ def test_rounded_adamw_is_built_where_something_is_bfloat16() -> None:
     for master, state in ((B, "bfloat16"), (B, "float32"), (F, "bfloat16")):
         parameter = torch.nn.Parameter(torch.empty(64, 3, device="meta", dtype=master))
         config = dataclasses.replace(ROUNDED, state_dtype=state)
-        assert isinstance(build_optimizer(config, [("output.weight", parameter)], SPECS), RoundedAdamW)
+        assert isinstance(
+            build_optimizer(config, [("output.weight", parameter)], SPECS), RoundedAdamW
+        )

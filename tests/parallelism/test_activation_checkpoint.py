@@ -15,7 +15,13 @@ from harness.parallelism.parallelize import build_model_parts
 from harness.train.setup import process_group
 
 CPU = torch.device("cpu")
-TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "model.n_layers=4")
+TINY = (
+    "model=llama3_tiny",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "training.seq_len=64",
+    "model.n_layers=4",
+)
 MATMULS, ATTENTION = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
 # wq, wk, wv, wo, w1, w3: backward does not need the output of the seventh, w2.
 RECOMPUTED_MATMULS = 6
@@ -45,11 +51,23 @@ def plain() -> tuple[int, Ledger, Ledger]:
     [
         ("full", 4 * RECOMPUTED_MATMULS, 4, 0, 0.2),
         ("selective_layer", 2 * RECOMPUTED_MATMULS, 2, 0.4, 0.6),
-        ("selective_layer activation_checkpoint.every_nth_layer=3", 2 * RECOMPUTED_MATMULS, 2, 0.4, 0.6),
+        (
+            "selective_layer activation_checkpoint.every_nth_layer=3",
+            2 * RECOMPUTED_MATMULS,
+            2,
+            0.4,
+            0.6,
+        ),
         # Every second of seven matmuls is saved, and attention.
         ("selective_op", 4 * (RECOMPUTED_MATMULS - 3), 0, 0.2, 0.4),
         ("selective_op activation_checkpoint.save_every_nth_matmul=1", 0, 0, 0.4, 0.7),
-        ("selective_op activation_checkpoint.save_every_nth_matmul=0", 4 * RECOMPUTED_MATMULS, 0, 0.1, 0.3),
+        (
+            "selective_op activation_checkpoint.save_every_nth_matmul=0",
+            4 * RECOMPUTED_MATMULS,
+            0,
+            0.1,
+            0.3,
+        ),
     ],
 )
 def test_what_is_recomputed_and_what_kept(
@@ -67,7 +85,9 @@ def test_what_is_recomputed_and_what_kept(
     assert least < kept / plain[0] < most
 
 
-@pytest.mark.parametrize(("mode", "recomputed_matmuls"), [("none", 0), ("full", 6), ("selective_op", 3)])
+@pytest.mark.parametrize(
+    ("mode", "recomputed_matmuls"), [("none", 0), ("full", 6), ("selective_op", 3)]
+)
 def test_a_split_backward_pass_recomputes_once(mode: str, recomputed_matmuls: int) -> None:
     """torch calls autograd for the inputs, and then for each group of parameters."""
     job = compose_job([*TINY, f"activation_checkpoint={mode}", "cluster.device=cpu"])
@@ -92,8 +112,17 @@ def test_memory_budget_moves_the_partitioner() -> None:
         """Bytes that autograd saves; a ledger does not work with the compiler."""
         job = compose_job(
             [
-                *(*TINY, "model.n_layers=1", "cluster.device=cpu", "compile=on", "compile.backend=aot_eager"),
-                *("activation_checkpoint=memory_budget", f"activation_checkpoint.memory_budget={budget}"),
+                *(
+                    *TINY,
+                    "model.n_layers=1",
+                    "cluster.device=cpu",
+                    "compile=on",
+                    "compile.backend=aot_eager",
+                ),
+                *(
+                    "activation_checkpoint=memory_budget",
+                    f"activation_checkpoint.memory_budget={budget}",
+                ),
             ]
         )
         saved: dict[int, int] = {}

@@ -28,7 +28,9 @@ from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
 
 CPU = torch.device("cpu")
-ALL_KINDS = 4  # this many blocks include every kind of block: DeepSeek-V3 begins with three dense ones
+ALL_KINDS = (
+    4  # this many blocks include every kind of block: DeepSeek-V3 begins with three dense ones
+)
 # A model and its degrees: every kind of tensor, split by every axis.
 CASES = [
     "llama3_8b dp_replicate=8 dp_shard=8",
@@ -61,8 +63,14 @@ def composed(case: str) -> Job:
     return compose_job(
         [
             *(f"model={model}", "cluster=slurm_h100", "precision=bf16", "training.seq_len=2048"),
-            *(f"training.local_batch_size={batch}", f"training.global_batch_size={batch * data_parallel}"),
-            *(word if word.startswith(("data", "training")) else f"parallelism.{word}" for word in words),
+            *(
+                f"training.local_batch_size={batch}",
+                f"training.global_batch_size={batch * data_parallel}",
+            ),
+            *(
+                word if word.startswith(("data", "training")) else f"parallelism.{word}"
+                for word in words
+            ),
         ]
     )
 
@@ -83,7 +91,11 @@ def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None
     assert parameter.device.type == "meta" and parameter.dtype == torch.float32
     mesh = parameter.device_mesh
     axes = dict(
-        zip(mesh.mesh_dim_names or (), zip(parameter.placements, mesh.shape, strict=True), strict=True)
+        zip(
+            mesh.mesh_dim_names or (),
+            zip(parameter.placements, mesh.shape, strict=True),
+            strict=True,
+        )
     )
     pieces = [1] * parameter.ndim
     for placement, size in axes.values():
@@ -99,9 +111,13 @@ def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None
     is_first = not any(mesh.get_coordinate() or [])
     for length, of, own in zip(parameter.shape, pieces, local, strict=True):
         # If a dimension does not divide evenly, pieces are rounded up and the last ones are shorter or empty.
-        assert own == -(-length // of) if is_first or length % of == 0 else own <= -(-length // of), name
+        assert (
+            own == -(-length // of) if is_first or length % of == 0 else own <= -(-length // of)
+        ), name
     if is_expert(name) and layout.ep * layout.expert_shards > parameter.shape[0]:
-        assert parameter.to_local().numel() * prod(pieces) == parameter.numel(), f"{name} is shared unevenly"
+        assert parameter.to_local().numel() * prod(pieces) == parameter.numel(), (
+            f"{name} is shared unevenly"
+        )
 
 
 def expected_pieces(name: str, layout: ParallelismConfig) -> int:

@@ -57,7 +57,9 @@ def test_equals_torch(chunks: int, compiled: str | None, valid: bool) -> None:
     for gradient, reference in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-7)
     with torch.no_grad():
-        torch.testing.assert_close(chunked(x_BTC, weight_VC, labels_BT, chunks), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            chunked(x_BTC, weight_VC, labels_BT, chunks), expected, rtol=1e-6, atol=0
+        )
 
 
 def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss() -> None:
@@ -65,7 +67,10 @@ def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss() -> None:
     x_BTC, weight_VC, labels_BT = made_up(torch.bfloat16, rows=512)
     exact_inputs = [t.detach().double().requires_grad_() for t in (x_BTC, weight_VC)]
     logits = F.linear(*exact_inputs).flatten(0, 1)
-    exact = F.cross_entropy(logits, labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX) / 17
+    exact = (
+        F.cross_entropy(logits, labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+        / 17
+    )
     exact_gradients = torch.autograd.grad(exact, exact_inputs)
     errors = []
     for loss in (plain(x_BTC, weight_VC, labels_BT), chunked(x_BTC, weight_VC, labels_BT, 8)):
@@ -84,7 +89,9 @@ def test_products_of_chunks_are_not_rounded_to_bfloat16(device: str) -> None:
     found = torch.zeros(WIDTH, WIDTH, device=device)
     for piece in x_NC.chunk(8):
         _add_product(found, piece.T, piece)
-    torch.testing.assert_close(found.double(), x_NC.double().T @ x_NC.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        found.double(), x_NC.double().T @ x_NC.double(), rtol=1e-5, atol=1e-4
+    )
 
 
 def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16() -> None:
@@ -93,7 +100,9 @@ def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16() -> None:
     sums = []
     for weight in (1.0, 0.3):
         loss = weight * chunked(x_BTC, weight_VC, labels_BT, 8)
-        sums.append([g.double().norm() / weight for g in torch.autograd.grad(loss, [x_BTC, weight_VC])])
+        sums.append(
+            [g.double().norm() / weight for g in torch.autograd.grad(loss, [x_BTC, weight_VC])]
+        )
     for plain_norm, weighted_norm in zip(*sums, strict=True):
         assert float(weighted_norm / plain_norm) == pytest.approx(1, abs=2e-4)
 

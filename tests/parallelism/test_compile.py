@@ -80,7 +80,9 @@ def losses_of_rank(job: str, cache: str) -> list[float]:
 
 def test_ranks_that_share_a_cache_get_their_own_graphs(pool: RankPool, tmp_path: Path) -> None:
     layout = ("parallelism=tp", "model.n_layers=1")
-    compiled = jobs.tiny(*COMPILED, *layout, "compile.components=[loss]", "compile.backend=inductor")
+    compiled = jobs.tiny(
+        *COMPILED, *layout, "compile.components=[loss]", "compile.backend=inductor"
+    )
     eager = jobs.tiny("training.seq_len=32", *layout)
     (expected, _), _ = pool.run(2, losses_of_rank, eager.to_json(), str(tmp_path))
     for losses in pool.run(2, losses_of_rank, compiled.to_json(), str(tmp_path)):
@@ -90,7 +92,9 @@ def test_ranks_that_share_a_cache_get_their_own_graphs(pool: RankPool, tmp_path:
 def test_a_new_shape_is_counted_as_unexpected() -> None:
     job = jobs.tiny(*COMPILED, "model.n_layers=1", "training.local_batch_size=4")
     with process_group(job, CPU):
-        Engine(job, CPU).gradients(batch_of(4))  # compile time before the watch begins is not counted
+        Engine(job, CPU).gradients(
+            batch_of(4)
+        )  # compile time before the watch begins is not counted
         watch, engine = CompileWatch(), Engine(job, CPU)
         engine.gradients(batch_of(4))
         watch.mark_expected()
@@ -120,7 +124,10 @@ def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ("override", "compiles"),
     [
         ("optimizer=adamw", False),
-        *((f"optimizer={options}", True) for options in ("lion", "adamw optimizer.state_dtype=8bit")),
+        *(
+            (f"optimizer={options}", True)
+            for options in ("lion", "adamw optimizer.state_dtype=8bit")
+        ),
         ("precision=bf16_full", True),
         ("model=llama3_debug training.attention=flex", True),
     ],
@@ -145,7 +152,9 @@ def test_numbers_of_rows_of_an_expert_rank_share_a_graph() -> None:
 def test_the_limit_of_graphs_is_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two masks, with gradients and without, for each length; nobody asks to compile FlexAttention."""
     lengths = [{"until_step": step, "tokens": 16 * step} for step in range(1, 4)]
-    job = jobs.tiny("model=llama3_debug", "training.attention=flex", "cluster=slurm", "cluster.device=cuda")
+    job = jobs.tiny(
+        "model=llama3_debug", "training.attention=flex", "cluster=slurm", "cluster.device=cuda"
+    )
     job = with_value(job, "schedule.seq_len", lengths)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     prepare_compiler(job, torch.device("cuda"))

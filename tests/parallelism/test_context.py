@@ -52,7 +52,9 @@ def test_groups_are_neighbours_on_the_shard_axis() -> None:
     assert groups == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
 
 
-def difference(layout: ParallelismConfig, seed: int, compiled: bool, dtype: torch.dtype) -> list[float]:
+def difference(
+    layout: ParallelismConfig, seed: int, compiled: bool, dtype: torch.dtype
+) -> list[float]:
     """Relative error of this rank's output and gradients against those of unsplit sequences."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
@@ -112,7 +114,9 @@ def rounds(layout: ParallelismConfig) -> int:
     part = SimpleNamespace(blocks={0: block})
     config = ActivationCheckpointConfig(mode="selective_op")
     activation_checkpoint.apply_activation_checkpoint(part, config)  # type: ignore[arg-type]
-    context._templated_ring_attention = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)  # type: ignore
+    context._templated_ring_attention = lambda *args, **kwargs: (
+        calls.append(1) or original(*args, **kwargs)
+    )  # type: ignore
     try:
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]

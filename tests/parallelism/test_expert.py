@@ -53,7 +53,9 @@ def stepped(job_json: str) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.parametrize("name", ["fsdp_ep_recompute_full", "pp_1f1b"])
-def test_every_token_is_counted_once_and_lengths_read_once_per_layer(pool: RankPool, name: str) -> None:
+def test_every_token_is_counted_once_and_lengths_read_once_per_layer(
+    pool: RankPool, name: str
+) -> None:
     """Also with recomputation, and a validation before (trap 18)."""
     job = layout(name, DEEPSEEK)
     [(expected, _)] = pool.run(1, stepped, single_process(job).to_json())
@@ -73,7 +75,10 @@ def gathers_and_waits(job_json: str) -> list[str]:
     from harness.train.engine import Engine
 
     job, calls = Job.from_json(job_json), mock.Mock()
-    calls.gather.side_effect, calls.wait.side_effect = fsdp.foreach_all_gather, ExpertExchange._lengths
+    calls.gather.side_effect, calls.wait.side_effect = (
+        fsdp.foreach_all_gather,
+        ExpertExchange._lengths,
+    )
     engine = Engine(job, torch.device("cpu"))
     tokens = torch.zeros(len(engine.rows), job.training.seq_len, dtype=torch.int64)
     with (
@@ -81,16 +86,22 @@ def gathers_and_waits(job_json: str) -> list[str]:
         mock.patch.object(ExpertExchange, "_lengths", lambda *args: calls.wait(*args)),
     ):
         engine.gradients(Batch(tokens, tokens))
-    return [args[0][0]._param_fqn if name == "gather" else name for name, args, _ in calls.mock_calls]
+    return [
+        args[0][0]._param_fqn if name == "gather" else name for name, args, _ in calls.mock_calls
+    ]
 
 
 def test_the_next_block_is_gathered_before_experts_wait(pool: RankPool) -> None:
     job = layout("fsdp_ep_recompute_full", DEEPSEEK)
     events = pool.run(job.world_size, gathers_and_waits, job.to_json())[0]
     waits = [place for place, event in enumerate(events) if event == "wait"]
-    for place, layer in zip(waits, job.model.expert_layers, strict=False):  # then those of recomputation
+    for place, layer in zip(
+        waits, job.model.expert_layers, strict=False
+    ):  # then those of recomputation
         last = layer + 1 == job.model.n_layers
-        wanted = ["norm."] if last else [f"layers.{layer + 1}.att", f"layers.{layer + 1}.moe.experts."]
+        wanted = (
+            ["norm."] if last else [f"layers.{layer + 1}.att", f"layers.{layer + 1}.moe.experts."]
+        )
         assert all(any(name.startswith(each) for name in events[:place]) for each in wanted), events
 
 

@@ -78,7 +78,12 @@ def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple
         h = block(w, f"layers.{layer}", h)
 
     def loss(stream: Tensor, ahead: int) -> Tensor:
-        losses = -(stream @ head.T).log_softmax(-1).gather(-1, tokens[:, ahead:].unsqueeze(-1)).squeeze(-1)
+        losses = (
+            -(stream @ head.T)
+            .log_softmax(-1)
+            .gather(-1, tokens[:, ahead:].unsqueeze(-1))
+            .squeeze(-1)
+        )
         return losses[counted[:, ahead - 1 :]].sum() / counted.sum()
 
     # Positions i of T - 1: those for which tokens i + 1 and i + 2 exist.
@@ -106,11 +111,16 @@ def differences_from_the_paper(job_json: str) -> dict[str, float]:
     w = with_other_weights(engine, generator)
     tokens = torch.randint(256, (4, 33), generator=generator)
     counted = torch.rand(4, 32, generator=generator) > torch.tensor([[0.0], [0.2], [0.4], [0.9]])
-    outcome = engine.gradients(Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(~counted, IGNORE_INDEX)))
+    outcome = engine.gradients(
+        Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(~counted, IGNORE_INDEX))
+    )
     main, further = by_the_paper(w, tokens, counted)
     (main + WEIGHT * further).backward()
     assert outcome.valid_tokens == counted.sum() and outcome.mtp_loss is not None
-    found = {"loss": outcome.loss / main.item() - 1, "mtp_loss": outcome.mtp_loss / further.item() - 1}
+    found = {
+        "loss": outcome.loss / main.item() - 1,
+        "mtp_loss": outcome.mtp_loss / further.item() - 1,
+    }
     for name, parameter in engine.named_parameters():
         gradient, expected = parameter.grad, w[name].grad
         assert gradient is not None and expected is not None, name
@@ -195,7 +205,9 @@ def test_parameters_and_flops_are_counted() -> None:
     assert built.mtp is not None
     assert sum(p.numel() for p in built.mtp.parameters()) == added
     assert added == pytest.approx(11.5e9, rel=0.01)
-    assert list(parameter_shapes(with_depth(model, 1))) == [name for name, _ in built.named_parameters()]
+    assert list(parameter_shapes(with_depth(model, 1))) == [
+        name for name, _ in built.named_parameters()
+    ]
     multiplied = on.active_parameters - off.active_parameters + model.vocab_size * model.dim
     attention = 6 * model.n_heads * (model.head_width + model.value_width) * 4096
     assert on.flops_per_token_full - off.flops_per_token_full == 6 * multiplied + attention

@@ -34,14 +34,17 @@ def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     weights = {name: full(each).requires_grad_() for name, each in engine.named_parameters()}
     engine.gradients(batch)
     for inputs_BT, labels_BT in zip(
-        *(each.split(job.local_batch_size) for each in (batch.inputs_BT, batch.labels_BT)), strict=True
+        *(each.split(job.local_batch_size) for each in (batch.inputs_BT, batch.labels_BT)),
+        strict=True,
     ):
         cast = {name: each.detach().bfloat16().requires_grad_() for name, each in weights.items()}
         for each in cast.values() if KEEPS_FLOAT32 else ():
             each.grad_dtype = None
         if apart := job.model.tied_embeddings and KEEPS_FLOAT32:
             cast[HEAD] = cast[TABLE].detach().requires_grad_()
-        engine.loss(functional_call(model, cast, inputs_BT, tie_weights=not apart), labels_BT).backward()
+        engine.loss(
+            functional_call(model, cast, inputs_BT, tie_weights=not apart), labels_BT
+        ).backward()
         for name, each in weights.items():
             each.grad = cast[name].grad.float() + (0 if each.grad is None else each.grad)
         if apart:

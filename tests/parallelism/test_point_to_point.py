@@ -61,7 +61,9 @@ def exchanged(job_json: str) -> list[list[list[Operation]]]:
     original = schedules._batch_p2p
 
     def recorded(operations: list[dist.P2POp], *args: Any, **kwargs: Any) -> Any:
-        found.append([("send" if o.op is dist.isend else "receive", o.group_peer) for o in operations])
+        found.append(
+            [("send" if o.op is dist.isend else "receive", o.group_peer) for o in operations]
+        )
         return original(operations, *args, **kwargs)
 
     parts = []
@@ -88,7 +90,11 @@ def test_one_stream_per_rank_does_not_deadlock(pool: RankPool, row: str) -> None
     job = compose_job(
         [
             *("model=llama3_tiny", "model.n_layers=8", "data=synthetic", "tokenizer=bytes"),
-            *("training.seq_len=16", f"training.global_batch_size={8 * int(times)}", "cluster.device=cpu"),
+            *(
+                "training.seq_len=16",
+                f"training.global_batch_size={8 * int(times)}",
+                "cluster.device=cpu",
+            ),
             *(f"parallelism.pp={pp}", f"parallelism.pp_schedule={name}"),
         ]
     )
@@ -114,10 +120,17 @@ def lowered(rows: list[list[str]]) -> list[list[list[Operation]]]:
     batches: list[list[list[Operation]]] = []
     for rank in range(len(rows)):
         names = [(each.stage_index, each.computation_type.name) for each in added[rank]]
-        moves = [(stage, *name.split("_")) for stage, name in names if name.startswith(("SEND", "RECV"))]
+        moves = [
+            (stage, *name.split("_")) for stage, name in names if name.startswith(("SEND", "RECV"))
+        ]
         batches.append(
             [
-                [("send" if kind == "SEND" else "receive", ranks[stage + (1 if kind + way in AHEAD else -1)])]
+                [
+                    (
+                        "send" if kind == "SEND" else "receive",
+                        ranks[stage + (1 if kind + way in AHEAD else -1)],
+                    )
+                ]
                 for stage, kind, way in moves
             ]
         )
@@ -146,7 +159,11 @@ def test_an_order_in_a_file_is_accepted_if_it_ends(tmp_path: Path) -> None:
         kinds = ["FIW" if generator.random() < 0.4 else "FB" for _ in ranks]
         last = len(ranks) - 1
         timed = [
-            (3 * i + (s if kind == "F" else 2 * last + 1 - s) + (kind == "W") + noise(), s, f"{s}{kind}{i}")
+            (
+                3 * i + (s if kind == "F" else 2 * last + 1 - s) + (kind == "W") + noise(),
+                s,
+                f"{s}{kind}{i}",
+            )
             for s, own in enumerate(kinds)
             for kind in own
             for i in numbers

@@ -13,7 +13,10 @@ from harness.launch.pool import RankFailed, RankPool
 from harness.tools.parity.parity import LayoutComparer, ParityConfig, ParityJob, Trace, trace
 
 # Schedule, when parameters are freed, where they wait, what is recomputed, the axis beside the stages.
-UNGATHERED = ["InterleavedZeroBubble-always-device-none-dp_shard", "DualPipeV-always-device-none-cp"]
+UNGATHERED = [
+    "InterleavedZeroBubble-always-device-none-dp_shard",
+    "DualPipeV-always-device-none-cp",
+]
 TABLE = [
     *UNGATHERED,
     "1F1B-always-device-selective_op-cp",
@@ -98,10 +101,14 @@ def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
     "row", ["InterleavedZeroBubble-always-device-none-dp_shard", "DualPipeV-always-device-none-cp"]
 )
 def test_a_gradient_that_a_stage_would_lose_ends_the_run(pool: RankPool, row: str) -> None:
-    with pytest.raises(RankFailed, match=r"LostGradientError: backward gave no gradient to .*norm\.weight"):
+    with pytest.raises(
+        RankFailed, match=r"LostGradientError: backward gave no gradient to .*norm\.weight"
+    ):
         pool.run(4, without_gathering, layout(row).to_json(), 1)
 
 
 def test_a_parameter_without_a_gradient_ends_the_run(pool: RankPool) -> None:
-    with pytest.raises(RankFailed, match=r"LostGradientError: backward gave no gradient to norm\.weight"):
+    with pytest.raises(
+        RankFailed, match=r"LostGradientError: backward gave no gradient to norm\.weight"
+    ):
         pool.run(1, with_a_parameter_left_out, compose().to_json(), 1)

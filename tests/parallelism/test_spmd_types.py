@@ -31,7 +31,11 @@ def typed_step(job_json: str) -> str:
     from harness.tools.parity.first_wrong import start
 
     engine, loader = start(job_json)
-    mesh, run, of_tokens = engine.mesh.device_mesh, engine.executor.forward_backward, TokenLoss.__call__
+    mesh, run, of_tokens = (
+        engine.mesh.device_mesh,
+        engine.executor.forward_backward,
+        TokenLoss.__call__,
+    )
     norm = PlainNorm.forward
     names = [name for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
     groups = {name: mesh.get_group(name) for name in names}
@@ -47,14 +51,18 @@ def typed_step(job_json: str) -> str:
     def typed_norm(self: PlainNorm, x: Any) -> Any:
         """What comes from FSDP's hooks or a mixture has no type, and a product of it that of the weight."""
         if "tp" in groups and spmd.maybe_get_axis_local_type(x, groups["tp"]) is None:
-            of_all = self.split is Split.WHOLE or (self.split is Split.NORM and self.stream.is_replicate())
+            of_all = self.split is Split.WHOLE or (
+                self.split is Split.NORM and self.stream.is_replicate()
+            )
             spmd.assert_type(x, {groups["tp"]: spmd.R if of_all else spmd.V})
         return norm(self, x)
 
     def typed(batch: Any, *, last: bool) -> Any:
         with spmd.set_current_mesh(mesh), typecheck(strict_mode="permissive"):
             for each in (batch.inputs_BT, batch.labels_BT):
-                spmd.assert_type(each, {g: spmd.R if n == "tp" else spmd.V for n, g in groups.items()})
+                spmd.assert_type(
+                    each, {g: spmd.R if n == "tp" else spmd.V for n, g in groups.items()}
+                )
             return run(batch, last=last)
 
     with (
@@ -69,7 +77,12 @@ def typed_step(job_json: str) -> str:
     return ""
 
 
-DENSE, EXPERTS, SINKS, LATENT = "qwen3_debug", "qwen3_moe_debug", "gpt_oss_debug", "deepseek_v3_debug"
+DENSE, EXPERTS, SINKS, LATENT = (
+    "qwen3_debug",
+    "qwen3_moe_debug",
+    "gpt_oss_debug",
+    "deepseek_v3_debug",
+)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +92,10 @@ DENSE, EXPERTS, SINKS, LATENT = "qwen3_debug", "qwen3_moe_debug", "gpt_oss_debug
             (name, DENSE)
             for name in ("tp", "tp_no_sequence", "tp_no_loss_parallel", "fsdp_tp", "tp_cp", "cp")
         ),
-        *((name, EXPERTS) for name in ("tp", "tp_ep", "tp_experts", "fsdp_tp_ep_experts", "ep", "cp_ep")),
+        *(
+            (name, EXPERTS)
+            for name in ("tp", "tp_ep", "tp_experts", "fsdp_tp_ep_experts", "ep", "cp_ep")
+        ),
         *((name, SINKS) for name in ("tp", "tp_experts")),
         *((name, LATENT) for name in ("tp", "tp_cp_ulysses", "fsdp_tp_ep")),
     ],
@@ -94,10 +110,17 @@ def test_layouts_are_well_typed(pool: RankPool, name: str, model: str) -> None:
     [
         (planted.head_norms_not_summed, "tp", DENSE, "Invariant type .* cannot mix"),
         (planted.router_gradients_not_summed, "tp", EXPERTS, "Invariant type .* cannot mix"),
-        (planted.gathered_logits_as_shards, "tp_no_loss_parallel", DENSE, "tensor has .*I, expected .*V"),
+        (
+            planted.gathered_logits_as_shards,
+            "tp_no_loss_parallel",
+            DENSE,
+            "tensor has .*I, expected .*V",
+        ),
     ],
 )
-def test_planted_errors_are_ill_typed(pool: RankPool, plant: Any, name: str, model: str, says: str) -> None:
+def test_planted_errors_are_ill_typed(
+    pool: RankPool, plant: Any, name: str, model: str, says: str
+) -> None:
     job = layout(name, f"model={model}")
     for error in planted.PlantedPool(pool, plant).run(job.world_size, typed_step, job.to_json()):
         assert re.search(says, error)

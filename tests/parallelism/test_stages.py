@@ -38,9 +38,14 @@ def legal(layout: ParallelismConfig, n_layers: int) -> bool:
         return False
 
 
-def combined(sizes: list[int], ranks: list[int], **choices: Any) -> list[tuple[int, ParallelismConfig]]:
+def combined(
+    sizes: list[int], ranks: list[int], **choices: Any
+) -> list[tuple[int, ParallelismConfig]]:
     rows = product(sizes, ranks, *choices.values())
-    made = [(n, ParallelismConfig(pp=pp, **dict(zip(choices, rest, strict=True)))) for n, pp, *rest in rows]
+    made = [
+        (n, ParallelismConfig(pp=pp, **dict(zip(choices, rest, strict=True))))
+        for n, pp, *rest in rows
+    ]
     return [(n, layout) for n, layout in made if legal(layout, n)]
 
 
@@ -65,7 +70,11 @@ def test_every_module_and_every_stage_once() -> None:
         assert stages[-1][-2:] == ["norm", "output"]
         held = [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)]
         assert all(own == sorted(own) for own in held)
-        assert sorted(chain(*held)) == list(range(num_stages(layout, n_layers))) == list(range(len(stages)))
+        assert (
+            sorted(chain(*held))
+            == list(range(num_stages(layout, n_layers)))
+            == list(range(len(stages)))
+        )
 
 
 def test_balance() -> None:
@@ -96,7 +105,9 @@ def test_balance() -> None:
         (14, 2, {"schedule": "Interleaved1F1B", "layers_per_stage": 2}, [1, 2, 2, 2, 2, 2, 2, 1]),
     ],
 )
-def test_layers_by_hand(n_layers: int, pp: int, fields: dict[str, Any], expected: list[int]) -> None:
+def test_layers_by_hand(
+    n_layers: int, pp: int, fields: dict[str, Any], expected: list[int]
+) -> None:
     layout = ParallelismConfig(pp=pp, **{f"pp_{name}": value for name, value in fields.items()})
     assert [layers(stage) for stage in split_modules(layout, n_layers)] == expected
     assert stages_per_rank(layout, n_layers) == len(expected) // pp
@@ -107,7 +118,9 @@ def test_fitting_layers_per_stage_are_exactly_the_legal_ones() -> None:
         base = ParallelismConfig(pp=pp, pp_schedule=schedule)
         fitting = fitting_layers_per_stage(base, n_layers)
         for per_stage in range(1, n_layers + 3):
-            assert legal(replace(base, pp_layers_per_stage=per_stage), n_layers) == (per_stage in fitting)
+            assert legal(replace(base, pp_layers_per_stage=per_stage), n_layers) == (
+                per_stage in fitting
+            )
 
 
 def test_by_names() -> None:
@@ -149,7 +162,11 @@ def test_csv_places_stages(
     path.write_text("\n".join(rows) + "\n")
     read = read_csv_schedule(str(path), pp=2)
     total = len([*chain(*placed)])
-    assert (read.stages_of_rank, read.num_stages, read.num_microbatches) == (placed, total, microbatches)
+    assert (read.stages_of_rank, read.num_stages, read.num_microbatches) == (
+        placed,
+        total,
+        microbatches,
+    )
     layout = ParallelismConfig(pp=2, pp_schedule="1F1B", pp_schedule_csv=str(path))
     check_stages(layout, 6)
     assert [stages_of_rank(layout, 6, rank) for rank in range(2)] == placed
@@ -186,7 +203,9 @@ def torch_takes(name: str, pp: int, per_rank: int, microbatches: int) -> bool:
     schedule_class = get_schedule_class(name)
     single = issubclass(schedule_class, PipelineScheduleSingle)
     try:
-        schedule_class(made[0] if single else made, microbatches, loss_fn=lambda output, target: output)
+        schedule_class(
+            made[0] if single else made, microbatches, loss_fn=lambda output, target: output
+        )
     except ValueError:
         return False
     return True
@@ -205,7 +224,9 @@ def test_torch_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours == torch_takes(name, pp, per_rank, microbatches), (pp, per_rank, microbatches)
 
 
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
 def test_a_csv_written_by_torch_can_be_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,12 @@ from jobs import Trained, tiny, train_engine
 
 from harness.launch.pool import RankPool
 
-SMALL = ("training.steps=10", "training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3")
+SMALL = (
+    "training.steps=10",
+    "training.seq_len=64",
+    "training.global_batch_size=4",
+    "data.mask_fraction=0.3",
+)
 
 
 def trained(pool: RankPool, *overrides: str) -> list[Trained]:
@@ -26,8 +31,15 @@ def test_everything_is_bfloat16_on_every_rank(pool: RankPool) -> None:
         # The tolerances of bfloat16 in harness parity.
         assert each.losses == pytest.approx(alone.losses, rel=1e-3)
         assert each.norms == pytest.approx(alone.norms, rel=5e-2)
-        states = [value for state in each.state.values() for name, value in state.items() if name != "step"]
+        states = [
+            value
+            for state in each.state.values()
+            for name, value in state.items()
+            if name != "step"
+        ]
         assert {value.dtype for value in (*states, *each.weights.values())} == {torch.bfloat16}
         for name, weight in each.weights.items():
-            difference = (weight - alone.weights[name]).float().norm() / alone.weights[name].float().norm()
+            difference = (weight - alone.weights[name]).float().norm() / alone.weights[
+                name
+            ].float().norm()
             assert difference < 1e-2, name

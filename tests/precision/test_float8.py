@@ -104,7 +104,9 @@ def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def rounded(values: Tensor, dtype: torch.dtype, over: tuple[int, ...], power_of_two: bool) -> Tensor:
+def rounded(
+    values: Tensor, dtype: torch.dtype, over: tuple[int, ...], power_of_two: bool
+) -> Tensor:
     """Values rounded to float8, with the scale that maps the largest magnitude to the format's maximum."""
     scale = torch.finfo(dtype).max / values.abs().amax(over, keepdim=True).double()
     if power_of_two:
@@ -126,7 +128,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:
-    return (f"precision.linear={linear}", f"precision.param_dtype={dtype}", "precision.emulate=true")
+    return (
+        f"precision.linear={linear}",
+        f"precision.param_dtype={dtype}",
+        "precision.emulate=true",
+    )
 
 
 @pytest.mark.parametrize("linear", RECIPES)
@@ -191,7 +197,10 @@ def test_a_job_in_float8_against_bfloat16(
         assert 0.01 < error < 0.15, name
     if not model:
         most = LARGEST_ERRORS[linear]
-        both = [torch.cat([of.gradients[0][name].flatten() for name in names]) for of in (found, expected)]
+        both = [
+            torch.cat([of.gradients[0][name].flatten() for name in names])
+            for of in (found, expected)
+        ]
         assert most / 2 < difference(both[0], both[1].double()) < most
 
 
@@ -224,7 +233,10 @@ def test_layout_agrees_with_one_process(
     Tensor parallelism adds in another order, so a value between two float8 values may be rounded to the other
     one. In the two-bit gradients of tensorwise, one such value changes a weight's gradient by half a percent.
     """
-    shared, rows = (*model, *precision_of(linear)), () if model else ("training.local_batch_size=2",)
+    shared, rows = (
+        (*model, *precision_of(linear)),
+        () if model else ("training.local_batch_size=2",),
+    )
     job = job_of(*shared, *layout.split())
     found = pool.run(job.world_size, trace, job.to_json(), 1)
     tolerances = (1e-5 if model else 1e-6, 1e-2)
@@ -239,7 +251,10 @@ def test_the_same_numbers_another_way(pool: RankPool) -> None:
     ahead = "precision.precompute_float8_dynamic_scale_for_fsdp=true"
     for dtype, options in (
         ("float32", [(gather,), (gather, ahead)]),
-        ("bfloat16", [("activation_checkpoint=selective_op",), ("compile=on", "compile.backend=aot_eager")]),
+        (
+            "bfloat16",
+            [("activation_checkpoint=selective_op",), ("compile=on", "compile.backend=aot_eager")],
+        ),
     ):
         shared = (*precision_of("float8_tensorwise", dtype), "parallelism=fsdp", "model.n_layers=2")
         runs = []
@@ -285,7 +300,9 @@ def test_a_product_by_hand(linear: str) -> None:
         torch.tensor(LENGTHS).cumsum(0).int(), rows, precision.expert_block
     )
     inputs, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-    output = unpad(build_grouped_product(precision)(pad(inputs, place_R, places), weight, ends_E), place_R)
+    output = unpad(
+        build_grouped_product(precision)(pad(inputs, place_R, places), weight, ends_E), place_R
+    )
     output.backward(g)
 
     def along_rows(values: Tensor) -> Tensor:
@@ -296,7 +313,11 @@ def test_a_product_by_hand(linear: str) -> None:
         return rounded_in_blocks(filled.T.contiguous())[:, : len(values)]
 
     def along(values: Tensor) -> Tensor:
-        return rounded(values, E4M3, (1,), True) if linear == "float8_rowwise" else rounded_in_blocks(values)
+        return (
+            rounded(values, E4M3, (1,), True)
+            if linear == "float8_rowwise"
+            else rounded_in_blocks(values)
+        )
 
     # torchao's mxfp8 product has bfloat16 inputs and outputs.
     tolerance = 1e-6 if linear == "float8_rowwise" else 3e-3
@@ -310,7 +331,10 @@ def test_a_product_by_hand(linear: str) -> None:
             continue
         y = along(x[at]) @ along(w[expert]).T
         assert difference(output[at], y) < tolerance
-        assert difference(inputs.grad[at], along(g[at]) @ along(w[expert].T.contiguous()).T) < tolerance
+        assert (
+            difference(inputs.grad[at], along(g[at]) @ along(w[expert].T.contiguous()).T)
+            < tolerance
+        )
         assert difference(weight.grad[expert], along_rows(g[at]) @ along_rows(x[at]).T) < tolerance
         assert 0.01 < difference(output[at], x[at].double() @ w[expert].double().T) < 0.05
 
@@ -360,8 +384,15 @@ def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch
         assert x.dtype == weight_t.dtype == torch.bfloat16
         assert x.stride(-1) == 1 and weight_t.stride(-2) == 1
         lengths = torch.diff(ends_E, prepend=torch.zeros(1, dtype=torch.int32))
-        assert ends_E.dtype == torch.int32 and not (lengths % precision.expert_block).any() and lengths.all()
-        assert options["out_dtype"] == torch.bfloat16 and not options["pad_token_groups_for_grouped_mm"]
+        assert (
+            ends_E.dtype == torch.int32
+            and not (lengths % precision.expert_block).any()
+            and lengths.all()
+        )
+        assert (
+            options["out_dtype"] == torch.bfloat16
+            and not options["pad_token_groups_for_grouped_mm"]
+        )
         assert options.get("kernel_preference", KernelPreference.AUTO) == KernelPreference.AUTO
         return grouped_product(x, weight_t.transpose(1, 2), ends_E)
 
@@ -391,7 +422,10 @@ def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("linear", GROUPED)
 def test_kernels_equal_emulation(linear: str) -> None:
     device = torch.device("cuda")
-    if torch.cuda.get_device_capability()[0] not in GROUPED_CAPABILITY[linear.removesuffix("_rowwise")]:
+    if (
+        torch.cuda.get_device_capability()[0]
+        not in GROUPED_CAPABILITY[linear.removesuffix("_rowwise")]
+    ):
         pytest.skip(f"{torch.cuda.get_device_name()} has no grouped product in {linear}")
     found: list[list[Tensor]] = []
     for precision in (PrecisionConfig(linear=linear, emulate=emulate) for emulate in (True, False)):

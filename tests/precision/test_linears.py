@@ -15,7 +15,13 @@ from harness.config.job import Job
 from harness.config.precision import FLOAT8, GROUPED, PrecisionConfig
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts
-from harness.precision.linears import check_layout, is_small, linears_of, require_device, sort_linears
+from harness.precision.linears import (
+    check_layout,
+    is_small,
+    linears_of,
+    require_device,
+    sort_linears,
+)
 from harness.tools.plan.make import make_plan
 from harness.util.errors import ConfigError
 
@@ -25,7 +31,12 @@ def job_of(*overrides: str) -> Job:
 
 
 @pytest.mark.parametrize(
-    "model", ["llama3_tiny", "llama3_tiny model.tied_embeddings=true", "deepseek_v3_debug model.mtp.depth=1"]
+    "model",
+    [
+        "llama3_tiny",
+        "llama3_tiny model.tied_embeddings=true",
+        "deepseek_v3_debug model.mtp.depth=1",
+    ],
 )
 def test_linears_are_the_decoders(model: str) -> None:
     name, *overrides = model.split()
@@ -65,7 +76,12 @@ def test_small_ones_are_torchaos(linear: str) -> None:
     ],
 )
 def test_warning_about_casts_without_compile(overrides: list[str], warned: bool) -> None:
-    on_gpus = ["model=llama3_8b", "cluster=slurm_h100", "parallelism=fsdp", "parallelism.dp_shard=8"]
+    on_gpus = [
+        "model=llama3_8b",
+        "cluster=slurm_h100",
+        "parallelism=fsdp",
+        "parallelism.dp_shard=8",
+    ]
     notes = make_plan(compose_job([*on_gpus, *overrides, "cluster.partition=gpu"])).notes
     assert any("compile=on" in note for note in notes) == warned
 
@@ -116,8 +132,12 @@ DESCRIPTIONS = {
 @pytest.mark.parametrize(("overrides", "description"), DESCRIPTIONS.items())
 def test_description(overrides: str, description: str) -> None:
     job = job_of(*f"precision.emulate=true precision.linear={overrides}".split())
-    kind, text = sort_linears(job.model, job.precision).describe(job.precision.linear).split(": ", 1)
-    assert overrides.startswith(kind) and sorted(text.split("; ")) == sorted(description.split("; "))
+    kind, text = (
+        sort_linears(job.model, job.precision).describe(job.precision.linear).split(": ", 1)
+    )
+    assert overrides.startswith(kind) and sorted(text.split("; ")) == sorted(
+        description.split("; ")
+    )
 
 
 @pytest.mark.parametrize("linear", [*FLOAT8, "mxfp8"])
@@ -127,7 +147,9 @@ def test_selection_does_not_depend_on_the_layout(linear: str) -> None:
     job = job_of(f"precision.linear={linear}", "precision.emulate=true", *shape)
     linears = sort_linears(job.model, job.precision)
     check_layout(linears, job.model, job.precision, tp=1, rows=1, tokens=64)
-    with pytest.raises(ConfigError, match=r"^parallelism.tp=8: .*would work: 1, 2.*wk,wv") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^parallelism.tp=8: .*would work: 1, 2.*wk,wv"
+    ) as refused:
         check_layout(linears, job.model, job.precision, tp=8, rows=1, tokens=64)
     filtered = refused.value.works.split("=")[1].strip("[]").split(",")
     precision = dataclasses.replace(job.precision, filter_fqns=filtered)
@@ -139,7 +161,9 @@ SLURM = ("cluster=slurm", "cluster.ranks_per_node=8")
 
 
 @pytest.mark.usefixtures("alone")
-def test_hardware_that_multiplies_or_is_unknown_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardware_that_multiplies_or_is_unknown_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ranks check unknown hardware."""
     for overrides in (
         ("precision=float8_rowwise", "cluster=slurm_h100"),
@@ -196,7 +220,9 @@ def test_a_rank_checks_its_device(
         require_device(PrecisionConfig(linear=linear, emulate=True), device, experts=with_experts)
 
 
-def test_mfu_of_float8_is_against_the_bfloat16_peak_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_of_float8_is_against_the_bfloat16_peak_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from harness.train.trainer import device_peak
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")

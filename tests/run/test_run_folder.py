@@ -24,7 +24,13 @@ from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RunFolder
 from harness.run.record import RunRecord
 from harness.run.reserve import RESERVE
-from harness.run.result import git_commit, read_result, versions, write_json_atomically, write_result
+from harness.run.result import (
+    git_commit,
+    read_result,
+    versions,
+    write_json_atomically,
+    write_result,
+)
 from harness.train.finish import absent_ranks, finish_run
 from harness.util import __version__, files
 from harness.util.encoding import flatten
@@ -58,7 +64,9 @@ def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_who
     assert json.loads((folder.path / "code.json").read_text())["versions"]["python"]
     folder.errors.record(0, ValueError("of the first"))
     RunRecord(job, folder).end("failed", EXIT_BUG, {"step": 3})
-    before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
+    before = {
+        p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()
+    }
     other = RunFolder(folder.path)
     with pytest.raises(UserError, match="already running"):
         begin(other, job, [])
@@ -105,7 +113,9 @@ def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFo
     assert folder.errors.first()["rank"] == 1  # type: ignore[index]
 
 
-def test_an_unrecorded_error_is_shown(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unrecorded_error_is_shown(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder.path.mkdir()
     (folder.path / "errors").write_text("in the way")
     folder.errors.record(0, LookupError("the original"))
@@ -141,10 +151,16 @@ def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: J
     RunRecord(job, folder).end("failed", EXIT_MACHINE)
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["step"], row["loss"], row["tokens"]) == (4, 2.5, 64)
-    assert (row["exit_reason"], row["exit_code"], row["error.message"]) == ("failed", EXIT_MACHINE, "killed")
+    assert (row["exit_reason"], row["exit_code"], row["error.message"]) == (
+        "failed",
+        EXIT_MACHINE,
+        "killed",
+    )
 
 
-def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: RunFolder, job: Job) -> None:
+def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(
+    folder: RunFolder, job: Job
+) -> None:
     begin(folder, job, [])
     folder.errors.record(0, RuntimeError("Connection closed by peer"))
     RunRecord(job, folder).end("failed", EXIT_MACHINE, {"step": 9})
@@ -155,7 +171,9 @@ def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: R
     assert (row["error.rank"], row["error.type"]) == (1, "LookupError")
     RunRecord(job, folder).end("interrupted", EXIT_INTERRUPTED)
     row = json.loads((folder.path / "result.json").read_text())
-    assert row["exit_reason"] == "interrupted" and not [key for key in row if key.startswith("error.")]
+    assert row["exit_reason"] == "interrupted" and not [
+        key for key in row if key.startswith("error.")
+    ]
     assert json.loads((folder.path / "status.json").read_text())["state"] == "interrupted"
 
 
@@ -179,7 +197,9 @@ def fill(path: Path) -> None:
             file.write(b"0" * 4096)
 
 
-def test_a_disk_that_gets_full(small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_gets_full(
+    small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
     folder.set_status("running")
@@ -190,7 +210,9 @@ def test_a_disk_that_gets_full(small_disk: Path, job: Job, capsys: pytest.Captur
     assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert said.startswith("error: rank 0 of 1 after step 1: OSError (machine): [Errno 28] No space left")
+    assert said.startswith(
+        "error: rank 0 of 1 after step 1: OSError (machine): [Errno 28] No space left"
+    )
     assert folder.state == "failed"
     assert (folder.row["exit_code"], folder.row["step"]) == (EXIT_MACHINE, 1)
     assert not (folder.path / RESERVE).exists()
@@ -206,7 +228,10 @@ def test_a_full_disk(small_disk: Path, job: Job, capsys: pytest.CaptureFixture[s
     folder.errors.record(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
     assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
-    assert "Traceback" not in said and "how the run ended (failed, exit code 3) cannot be written" in said
+    assert (
+        "Traceback" not in said
+        and "how the run ended (failed, exit code 3) cannot be written" in said
+    )
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -215,7 +240,12 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def test_result_is_one_flat_row(tmp_path: Path) -> None:
-    row = {"exit": "done", "job": {"training": {"steps": 3}, "empty": {}}, "tags": ["a"], "loss": math.nan}
+    row = {
+        "exit": "done",
+        "job": {"training": {"steps": 3}, "empty": {}},
+        "tags": ["a"],
+        "loss": math.nan,
+    }
     path = write_result(tmp_path, {**row, "run_dir": tmp_path})
     assert json.loads(path.read_text()) == {
         "exit": "done",
@@ -237,7 +267,9 @@ def test_result_is_one_flat_row(tmp_path: Path) -> None:
         ({"window.anything": "x"}, "window.anything is of type str"),
     ],
 )
-def test_a_row_with_values_of_wrong_types_is_refused(row: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+def test_a_row_with_values_of_wrong_types_is_refused(
+    row: dict[str, Any], wrong: str, tmp_path: Path
+) -> None:
     write_result(tmp_path, row)
     with pytest.raises(ValueError, match=wrong) if wrong else contextlib.nullcontext():
         assert read_result(tmp_path) == row
@@ -299,8 +331,16 @@ def test_git_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_commit(tmp_path) == nothing
 
 
-def position(group: str, members: list[int], *marks: str, time: float = 90.0, **begun: int) -> dict[str, Any]:
-    place = {"group": group, "number": begun[group], "members": members, "begun": begun, "time": time}
+def position(
+    group: str, members: list[int], *marks: str, time: float = 90.0, **begun: int
+) -> dict[str, Any]:
+    place = {
+        "group": group,
+        "number": begun[group],
+        "members": members,
+        "begun": begun,
+        "time": time,
+    }
     return {**place, **dict.fromkeys(marks, True)}
 
 
@@ -318,11 +358,18 @@ CASES = {
         [1],
     ),
     "one waits for the other, which waits for a third": (
-        {0: position("a", PAIR, a=7), 1: position("b", [1, 2], a=6, b=3), 2: position("b", [1, 2], b=2)},
+        {
+            0: position("a", PAIR, a=7),
+            1: position("b", [1, 2], a=6, b=3),
+            2: position("b", [1, 2], b=2),
+        },
         [2],
     ),
     "none is missing": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=7)}, []),
-    "two are missing": ({0: position("a", [0, 1, 2, 3], a=7), 2: position("a", [0, 1, 2, 3], a=7)}, [1, 3]),
+    "two are missing": (
+        {0: position("a", [0, 1, 2, 3], a=7), 2: position("a", [0, 1, 2, 3], a=7)},
+        [1, 3],
+    ),
     "no positions": ({}, []),
     "the position was written after the timeout": ({0: position("a", PAIR, "timed_out", a=7)}, []),
     "all were stopped": ({rank: position("a", PAIR, "late", a=7) for rank in PAIR}, []),

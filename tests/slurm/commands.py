@@ -15,7 +15,12 @@ from scheduler import Scheduler
 
 TINY = (
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "data.mask_fraction=0.3"),
-    *("training.seq_len=64", "training.global_batch_size=8", "training.steps=6", "metrics.console=plain"),
+    *(
+        "training.seq_len=64",
+        "training.global_batch_size=8",
+        "training.steps=6",
+        "metrics.console=plain",
+    ),
 )
 # All nodes are this machine, whose name may not resolve to an address that gloo can use.
 ENVIRONMENT = "GLOO_SOCKET_IFNAME:lo,OMP_NUM_THREADS:'1',MASTER_ADDR:'127.0.0.1'"
@@ -64,12 +69,16 @@ class Commands:
         """Run a command to its end; return its output, stderr first."""
         process = self.start(verb, *arguments, **environment)
         out, err = process.communicate(timeout=COMMAND_SECONDS)
-        assert process.returncode == code, f"exit code {process.returncode}, wanted {code}\n{err}\n{out}"
+        assert process.returncode == code, (
+            f"exit code {process.returncode}, wanted {code}\n{err}\n{out}"
+        )
         return err + out
 
     def train(self, *overrides: str, code: int = 0, **environment: str) -> str:
         """Train a tiny model."""
-        return self.run("train", *TINY, f"runs_dir={self.home}", *overrides, code=code, **environment)
+        return self.run(
+            "train", *TINY, f"runs_dir={self.home}", *overrides, code=code, **environment
+        )
 
     def job(self, name: str, *overrides: str, patch: str = "") -> Path:
         """Submit a job; return its run folder."""
@@ -125,7 +134,11 @@ def facts_of(slurm: Scheduler, run: Path) -> dict[str, str]:
 
 def nodes_in(slurm: Scheduler, listed: str) -> list[str]:
     """Names of a list of nodes."""
-    return [each for each in slurm.run("scontrol", "show", "hostnames", listed).split() if each != "(null)"]
+    return [
+        each
+        for each in slurm.run("scontrol", "show", "hostnames", listed).split()
+        if each != "(null)"
+    ]
 
 
 def step_of(run: Path) -> int:
@@ -136,5 +149,9 @@ def step_of(run: Path) -> int:
 
 
 def until_done(run: Path, seconds: float = 240) -> None:
-    until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), f"{run} to end", seconds)
+    until(
+        lambda: read(run / "status.json").get("state") in ("completed", "failed"),
+        f"{run} to end",
+        seconds,
+    )
     assert read(run / "status.json")["state"] == "completed", logs_of(run)

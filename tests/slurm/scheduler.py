@@ -76,7 +76,9 @@ def _processes_with(*variables: str) -> Iterator[Path]:
     wanted = {each.encode() for each in variables}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+            if entry.name.isdigit() and wanted <= set(
+                (entry / "environ").read_bytes().split(b"\0")
+            ):
                 yield entry
 
 
@@ -141,7 +143,9 @@ class Scheduler:
         stats = [(task / "stat").read_text().rpartition(")")[2].split() for task in tasks]
         parents = {Path("/proc") / stat[1] for stat in stats}
         # A parent that outlived its task would report the task's end.
-        steps = [each for each in parents if (each / "cmdline").read_bytes().startswith(b"slurmstepd")]
+        steps = [
+            each for each in parents if (each / "cmdline").read_bytes().startswith(b"slurmstepd")
+        ]
         for each in (*steps, *tasks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(each.name), signal.SIGKILL)
@@ -160,7 +164,11 @@ class Scheduler:
 
     def wait_for_up(self) -> None:
         """Wait until all nodes accept jobs."""
-        until(lambda: self._up() == NODES, START_SECONDS, f"four nodes that are up; logs in {self.folder}")
+        until(
+            lambda: self._up() == NODES,
+            START_SECONDS,
+            f"four nodes that are up; logs in {self.folder}",
+        )
 
     def _up(self) -> int:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
@@ -174,7 +182,12 @@ class Scheduler:
         for name in ("state", "spool", "log"):
             (self.folder / name).mkdir(parents=True)
         ports = [free_port() for _ in self.nodes]
-        names = {"folder": self.folder, "host": host, "user": getpass.getuser(), "port": free_port()}
+        names = {
+            "folder": self.folder,
+            "host": host,
+            "user": getpass.getuser(),
+            "port": free_port(),
+        }
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
             f"CPUs={CPUS} RealMemory={MEGABYTES}"
@@ -188,7 +201,13 @@ class Scheduler:
         key.chmod(0o400)
         self._start(
             "munged",
-            *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.sock"),
+            *(
+                "munged",
+                "--foreground",
+                "--force",
+                f"--key-file={key}",
+                f"--socket={self.folder}/munge.sock",
+            ),
             *(f"--pid-file={self.folder}/munge.pid", f"--log-file={self.folder}/log/munge.log"),
             f"--seed-file={self.folder}/munge.seed",
         )

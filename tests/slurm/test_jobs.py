@@ -59,7 +59,9 @@ HALF = Decay(lambda progress: float(progress < 0.5))
 """
 
 
-def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(slurm: Scheduler, tmp_path: Path) -> None:
+def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(
+    slurm: Scheduler, tmp_path: Path
+) -> None:
     checkout, packages = tmp_path / "checkout", tmp_path / "packages"
     for name in ("harness", "conf", "experiments", "sweeps"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True)
@@ -86,7 +88,11 @@ def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(slurm: Schedu
 def test_an_array_writes_the_corpus_of_one_process(slurm: Scheduler, tmp_path: Path) -> None:
     lines = (json.dumps({"text": f"document {number} " * (number % 7)}) for number in range(400))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    typed = ("data=local_jsonl", f"data.paths=[{tmp_path / 'a.jsonl'}]", "data.validation_fraction=0.1")
+    typed = (
+        "data=local_jsonl",
+        f"data.paths=[{tmp_path / 'a.jsonl'}]",
+        "data.validation_fraction=0.1",
+    )
     typed = (*typed, "tokenizer=bytes", "tokenize.unit_mib=0.002", "tokenize.workers=1")
     array = (*typed, "tokenize.shards=3", f"tokenize.target={tmp_path / 'array'}", *ON_SLURM)
     commands = Commands(slurm, tmp_path)
@@ -103,7 +109,12 @@ def test_an_array_writes_the_corpus_of_one_process(slurm: Scheduler, tmp_path: P
 
 
 LONG = (
-    *("training.steps=160", "checkpoint.interval=1000", "parallelism=fsdp", "parallelism.dp_shard=2"),
+    *(
+        "training.steps=160",
+        "checkpoint.interval=1000",
+        "parallelism=fsdp",
+        "parallelism.dp_shard=2",
+    ),
     "debug=deterministic",
 )
 
@@ -114,7 +125,13 @@ def move_a_job(commands: Commands) -> Path:
     Beside it runs the same one here, which is left alone.
     """
     slurm = commands.slurm
-    here = (*TINY, f"runs_dir={commands.home}", "name=left_alone", *LONG, "cluster.threads_per_rank=1")
+    here = (
+        *TINY,
+        f"runs_dir={commands.home}",
+        "name=left_alone",
+        *LONG,
+        "cluster.threads_per_rank=1",
+    )
     alone = commands.start("train", *here)
     # Use a separate node, because other tests take nodes down meanwhile.
     own_node = ("cluster.signal_seconds=25", "cluster.exclude='node[2-4]'")
@@ -162,9 +179,15 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
     assert f"already submitted (running) as job {job}" in commands.train(*layout)
     commands.slurm.run("scancel", job)
     until(lambda: read(run / "status.json").get("state") == "interrupted", "it to end")
-    until(lambda: not commands.slurm.run("squeue", "--noheader", f"--jobs={job}").strip(), "the queue")
+    until(
+        lambda: not commands.slurm.run("squeue", "--noheader", f"--jobs={job}").strip(), "the queue"
+    )
     row = read(run / "result.json")
-    assert (row["exit_code"], row["error.kind"], row["saved"]) == (EXIT_INTERRUPTED, "cancelled", True)
+    assert (row["exit_code"], row["error.kind"], row["saved"]) == (
+        EXIT_INTERRUPTED,
+        "cancelled",
+        True,
+    )
     assert "1 cancelled" in commands.run("sweep", "status", str(run))
     assert "submitted as job" in commands.train(*layout)
     assert job_of(run) != job

@@ -73,14 +73,18 @@ def take_nodes_away(slurm: Scheduler, run: Path) -> None:
     # Too few nodes are left for it to start again.
     until(lambda: facts_of(slurm, run)["JobState"] == "PENDING", "its processes to end")
     shown = Commands(slurm, run.parents[1]).run("sweep", "status", str(run))
-    assert f"requeued by SLURM, after node: {dead} failed" in shown and shown.endswith("\n1 pending\n"), shown
+    assert f"requeued by SLURM, after node: {dead} failed" in shown and shown.endswith(
+        "\n1 pending\n"
+    ), shown
     slurm.start_node(dead)
     slurm.run("scontrol", "update", f"nodename={down}", "state=resume")
     until_started(2)
     until_done(run)
 
 
-def test_a_requeue_leaves_out_an_unfit_node(slurm: Scheduler, survivor: Future[None], tmp_path: Path) -> None:
+def test_a_requeue_leaves_out_an_unfit_node(
+    slurm: Scheduler, survivor: Future[None], tmp_path: Path
+) -> None:
     commands = Commands(slurm, tmp_path / "100%j")  # which is no pattern of SLURM's
     commands.home.mkdir()
     printed = commands.train(
@@ -95,7 +99,9 @@ def test_a_requeue_leaves_out_an_unfit_node(slurm: Scheduler, survivor: Future[N
     [node] = re.findall(r"requeueing without (node\d): \1: 0.0 GiB of", log)
     facts = facts_of(slurm, run)
     assert facts["ExcNodeList"] == node
-    assert facts["TimeLimit"] in ("UNLIMITED", "365-00:00:00"), "the second is what it is once it has started"
+    assert facts["TimeLimit"] in ("UNLIMITED", "365-00:00:00"), (
+        "the second is what it is once it has started"
+    )
     assert f"output of rank 0 {run}/logs/rank0.out" in log
 
 
@@ -109,7 +115,9 @@ def test_a_job_outlives_two_nodes(run: Path, survivor: Future[None]) -> None:
 
 
 @pytest.mark.last
-def test_the_doctor_looks_at_a_node(slurm: Scheduler, survivor: Future[None], tmp_path: Path) -> None:
+def test_the_doctor_looks_at_a_node(
+    slurm: Scheduler, survivor: Future[None], tmp_path: Path
+) -> None:
     survivor.result()  # the nodes that it took away are back
     node = [*ON_SLURM, "cluster.ranks_per_node=1", "cluster.setup=[echo loaded]"]
     said = Commands(slurm, tmp_path).run("doctor", *node)

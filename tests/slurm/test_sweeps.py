@@ -17,7 +17,10 @@ from optuna.trial import TrialState
 from scheduler import Scheduler
 
 # 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
-AXES = ("parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}", "training.seed=1,2")
+AXES = (
+    "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}",
+    "training.seed=1,2",
+)
 RAISES, STARVES, KILLED = (
     f"parallelism={{{layout}}} training.seed=2" for layout in ("dp_shard:2", "tp:2", "dp_shard:4")
 )
@@ -33,14 +36,20 @@ def table(home: Path) -> dict[str, dict[str, str]]:
     """The rows of the report's table by overrides of the axes, without skipped points."""
     table = csv.DictReader((home / "report" / "table.csv").open())
     typed = {row["overrides"]: row for row in table if row["state"] != "skipped"}
-    return {" ".join(o for o in literal_eval(own) if o.startswith(AXIS_STARTS)): typed[own] for own in typed}
+    return {
+        " ".join(o for o in literal_eval(own) if o.startswith(AXIS_STARTS)): typed[own]
+        for own in typed
+    }
 
 
 def results(home: Path) -> dict[str, tuple[Path, dict[str, object]]]:
     """Run folders and rows by overrides of the axes."""
     rows = [json.loads(line) for line in (home / "sweep.jsonl").read_text().splitlines()]
     points = [row for row in rows if "point" in row]
-    names = [" ".join(each for each in row["overrides"] if each.startswith(AXIS_STARTS)) for row in points]
+    names = [
+        " ".join(each for each in row["overrides"] if each.startswith(AXIS_STARTS))
+        for row in points
+    ]
     runs = [home / row["run_dir"] for row in points]
     return {name: (run, read(run / "result.json")) for name, run in zip(names, runs, strict=True)}
 
@@ -120,7 +129,14 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
 
 def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
     home = str(commands.home / "held")
-    sweep = ("-m", *TINY, f"runs_dir={commands.home}", "name=held", "training.seed=1,2,3", *ON_SLURM)
+    sweep = (
+        "-m",
+        *TINY,
+        f"runs_dir={commands.home}",
+        "name=held",
+        "training.seed=1,2,3",
+        *ON_SLURM,
+    )
     for submitted in ("3 to run", "0 to run"):  # a sweep that is started twice is submitted once
         assert submitted in commands.run("train", *sweep, "cluster.sbatch={hold: true}")
     assert "3 pending" in commands.run("sweep", "status", home)
@@ -133,7 +149,14 @@ def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> N
     # With this seed the three trials are of 2, 1 and 3 ranks.
     sweeper = ("sweep=optuna", "sweep.sampler=random", "sweep.seed=1")
     sweeper = (*sweeper, "sweep.n_trials=3", "sweep.n_jobs=3")
-    typed = ("-m", *sweeper, *TINY, "parallelism.dp_shard=1,2,3", "cluster.ranks_per_node=1", *ON_SLURM)
+    typed = (
+        "-m",
+        *sweeper,
+        *TINY,
+        "parallelism.dp_shard=1,2,3",
+        "cluster.ranks_per_node=1",
+        *ON_SLURM,
+    )
     shown = commands.run("train", *typed, f"runs_dir={commands.home}", "name=study")
     assert shown.count("submitted ") == 2 and "1 x 2 nodes x 1 rank" in shown
     assert "2 completed, 1 skipped\nbest (minimize loss): " in shown
@@ -142,4 +165,6 @@ def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> N
     states = {trial.params["parallelism.dp_shard"]: trial.state for trial in trials}
     assert states == {1: TrialState.COMPLETE, 2: TrialState.COMPLETE, 3: TrialState.FAIL}
     rows = [read(path) for path in (commands.home / "study").glob("[0-9a-f]*/result.json")]
-    assert sorted(row["loss"] for row in rows) == sorted(t.value for t in trials if t.value is not None)
+    assert sorted(row["loss"] for row in rows) == sorted(
+        t.value for t in trials if t.value is not None
+    )

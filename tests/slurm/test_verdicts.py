@@ -15,7 +15,12 @@ from harness.util.errors import EXIT_MACHINE, EXIT_RESUMABLE
 NODE = "cluster.exclude='node[2-4]'"
 VERDICTS = {
     "segfault": ("unknown", 1, "RankDied", "rank 1 ended with 'Segmentation fault"),
-    "lags": ("collective_timeout", 0, "RuntimeError", "rank 1 did not reach the collective that rank 0"),
+    "lags": (
+        "collective_timeout",
+        0,
+        "RuntimeError",
+        "rank 1 did not reach the collective that rank 0",
+    ),
 }
 
 
@@ -24,7 +29,12 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
     """Submits jobs of two ranks whose rank 1 misbehaves."""
     slurm.wait_for_up()
     commands = Commands(slurm, tmp_path_factory.mktemp("verdicts"))
-    pair = ("parallelism=fsdp", "parallelism.dp_shard=2", "checkpoint.interval=1", "training.steps=1000")
+    pair = (
+        "parallelism=fsdp",
+        "parallelism.dp_shard=2",
+        "checkpoint.interval=1",
+        "training.steps=1000",
+    )
     for name in VERDICTS:
         commands.job(name, *pair, NODE, "cluster.step_timeout_seconds=4", patch=name)
     return commands
@@ -34,14 +44,25 @@ def test_a_job_whose_controller_died_is_found_and_requeued_once(commands: Comman
     """The controller is killed after sbatch has answered, before it has written the id."""
     sbatch = commands.home / "bin" / "sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text(f'#!/bin/bash\n{shutil.which("sbatch")} "$@" || exit\nkill -KILL $PPID\nsleep 60\n')
+    sbatch.write_text(
+        f'#!/bin/bash\n{shutil.which("sbatch")} "$@" || exit\nkill -KILL $PPID\nsleep 60\n'
+    )
     sbatch.chmod(0o755)
     path = f"{sbatch.parent}:{commands.slurm.environment['PATH']}"
-    typed = ("name=orphan", "training.steps=100000", "cluster.max_requeues=1", *ON_SLURM[:-1], SLOW, NODE)
+    typed = (
+        "name=orphan",
+        "training.steps=100000",
+        "cluster.max_requeues=1",
+        *ON_SLURM[:-1],
+        SLOW,
+        NODE,
+    )
     commands.train(*typed, code=-signal.SIGKILL, PATH=path)
     orphan = commands.only_run("orphan")
     said = commands.train(*typed)
-    listed = commands.slurm.run("squeue", "--noheader", "--format=%i", "--name", f"orphan.{orphan.name}")
+    listed = commands.slurm.run(
+        "squeue", "--noheader", "--format=%i", "--name", f"orphan.{orphan.name}"
+    )
     [job] = listed.split()
     assert "already submitted (" in said and f") as job {job}, " in said
     until(lambda: step_of(orphan) > 0, "steps")
@@ -55,12 +76,16 @@ def test_a_job_whose_controller_died_is_found_and_requeued_once(commands: Comman
     status, row = read(orphan / "status.json"), read(orphan / "result.json")
     # srun gets the signal too, and ends the ranks before they have saved.
     assert (status["state"], row["exit_code"]) == ("interrupted", EXIT_RESUMABLE)
-    assert status["reason"].startswith("SLURM stopped the job, and cluster.max_requeues=1"), logs_of(orphan)
+    assert status["reason"].startswith("SLURM stopped the job, and cluster.max_requeues=1"), (
+        logs_of(orphan)
+    )
     assert read(orphan / "attempts" / "1" / "result.json")["saved"]
 
 
 @pytest.mark.parametrize("pair", VERDICTS)
-def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(commands: Commands, pair: str) -> None:
+def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(
+    commands: Commands, pair: str
+) -> None:
     run = commands.only_run(pair)
     kind, rank, name, message = VERDICTS[pair]
 

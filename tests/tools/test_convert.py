@@ -66,7 +66,9 @@ def transformer(model: ModelConfig) -> Any:
 
 def ours(network: Any, model: ModelConfig) -> Weights:
     theirs = network.state_dict()
-    return {name: theirs[piece.theirs].detach().clone() for name, [piece] in our_tensors(model).items()}
+    return {
+        name: theirs[piece.theirs].detach().clone() for name, [piece] in our_tensors(model).items()
+    }
 
 
 MODEL = model_of(*TINY)
@@ -99,7 +101,11 @@ def read_dcp(path: Path, model: ModelConfig) -> DistributedSource:
 
 def save_training(folder: Path, step: int, weights: Weights, model: ModelConfig) -> Path:
     """A checkpoint as written by training."""
-    state = {**weights, "optimizer.state.norm.weight.exp_avg": torch.ones(64), "rng.0": torch.ones(8)}
+    state = {
+        **weights,
+        "optimizer.state.norm.weight.exp_avg": torch.ones(64),
+        "rng.0": torch.ones(8),
+    }
     manifest = {
         **model_manifest(FOUND, model, TokenizerConfig(kind="bytes")),
         "step": step,
@@ -124,7 +130,9 @@ def write_source(format: str, folder: Path, weights: Weights, model: ModelConfig
         write_distributed(Held(weights), folder, model_manifest(FOUND, model, None))
     elif format.startswith("meta"):
         params = PARAMS if model.dim == PARAMS["dim"] else None
-        files, by_rows = {"meta": (2, True), "meta_columns": (2, False), "meta_1": (1, True)}[format]
+        files, by_rows = {"meta": (2, True), "meta_columns": (2, False), "meta_1": (1, True)}[
+            format
+        ]
         save_meta(folder, consolidated(to_meta(weights, model), files, by_rows), params)
     else:
         prefix = "model." if format == "foreign_nested" else ""
@@ -147,8 +155,19 @@ def read_target(format: str, path: Path, model: ModelConfig) -> Any:
 
 
 ROWS = [
-    *("hf torchtitan untied", "dcp torch tied", "dcp hf tied", "meta dcp untied", "meta_columns hf untied"),
-    *("meta_1 torch tied", "foreign dcp untied", "foreign_nested hf untied", "foreign_nested hf tied"),
+    *(
+        "hf torchtitan untied",
+        "dcp torch tied",
+        "dcp hf tied",
+        "meta dcp untied",
+        "meta_columns hf untied",
+    ),
+    *(
+        "meta_1 torch tied",
+        "foreign dcp untied",
+        "foreign_nested hf untied",
+        "foreign_nested hf tied",
+    ),
 ]
 
 
@@ -167,7 +186,9 @@ def test_formats(row: str, tmp_path: Path, capsys: Capture) -> None:
     require_same(read_target(target, tmp_path / "out", model), weights)
 
 
-def test_another_number_format_and_a_tokenizer(copy: Path, weights: Weights, tmp_path: Path) -> None:
+def test_another_number_format_and_a_tokenizer(
+    copy: Path, weights: Weights, tmp_path: Path
+) -> None:
     half = ("convert.format=hf", "convert.dtype=bfloat16", "convert.max_shard_gb=0.0001", *TINY)
     run(copy, tmp_path / "half", *half)
     expected = {name: tensor.bfloat16() for name, tensor in weights.items()}
@@ -176,12 +197,20 @@ def test_another_number_format_and_a_tokenizer(copy: Path, weights: Weights, tmp
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert not (tmp_path / "half" / "tokenizer.json").exists()
-    run(tmp_path / "half", tmp_path / "half.pt", "convert.format=torch", "convert.dtype=float16", *TINY)
+    run(
+        tmp_path / "half",
+        tmp_path / "half.pt",
+        "convert.format=torch",
+        "convert.dtype=float16",
+        *TINY,
+    )
     halves = {name: tensor.half() for name, tensor in expected.items()}
     require_same(torch.load(tmp_path / "half.pt", weights_only=True), halves)
 
     run(copy, tmp_path / "with_tokenizer", *half, "tokenizer=bytes")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "with_tokenizer", dtype="auto")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "with_tokenizer", dtype="auto"
+    )
     assert (again.dtype, again.config.eos_token_id) == (torch.bfloat16, 257)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "with_tokenizer")
     assert tokenizer("hé").input_ids[-1] == 0xA9
@@ -229,7 +258,9 @@ def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
     model = model_of("model=llama3_tiny", "model.vocab_size=256", "model.n_layers=1")
     source = save_training(tmp_path, 2, ours(transformer(model), model), model)
     says = refused(source, tmp_path / "c", "convert.format=hf")
-    assert says.startswith("tokenizer=bytes: has 258 ids, more than model.vocab_size=256; would work: ")
+    assert says.startswith(
+        "tokenizer=bytes: has 258 ids, more than model.vocab_size=256; would work: "
+    )
     assert "tokenizer=none" in says
     run(source, tmp_path / "c", "convert.format=hf", "tokenizer=none")
 
@@ -241,10 +272,16 @@ def test_another_model_is_refused(copy: Path, weights: Weights, tmp_path: Path) 
     save_training(tmp_path, 1, weights, MODEL)
     wrong = [{"dim": "64"}, {"multiple_of": 0}, {"vocab_size": None}, {"ffn_dim_multiplier": []}]
     for number, change in enumerate(wrong):
-        save_meta(tmp_path / f"wrong{number}", [{"norm.weight": torch.ones(64)}], {**PARAMS, **change})
+        save_meta(
+            tmp_path / f"wrong{number}", [{"norm.weight": torch.ones(64)}], {**PARAMS, **change}
+        )
     for source, typed, says in (
         *((f"wrong{number}", "TINY", "params.json: ") for number in range(len(wrong))),
-        ("theirs", "TINY model.n_layers=3", "model.n_layers=3: config.json has num_hidden_layers 2"),
+        (
+            "theirs",
+            "TINY model.n_layers=3",
+            "model.n_layers=3: config.json has num_hidden_layers 2",
+        ),
         ("theirs", "", "does not record its model; would work: model=NAME"),
         ("meta", "TINY model.ffn_hidden_dim=160", "model.ffn_hidden_dim=160: params.json has 128"),
         ("meta", "TINY model.rope.theta=1", "model.rope.theta=1.0: params.json has 500000.0"),
@@ -261,7 +298,9 @@ def test_another_model_is_refused(copy: Path, weights: Weights, tmp_path: Path) 
         ),
         ("step-1", "model.rope.theta=7", "model.rope.theta=7.0: the checkpoint says"),
     ):
-        overrides = [each for word in typed.split() for each in (TINY if word == "TINY" else [word])]
+        overrides = [
+            each for word in typed.split() for each in (TINY if word == "TINY" else [word])
+        ]
         assert says in refused(tmp_path / source, tmp_path / "out", *overrides)
     run(tmp_path / "step-1", tmp_path / "out", "model.n_layers=2")  # agrees with the manifest
 
@@ -289,7 +328,10 @@ def test_invalid_indexes(copy: Path, tmp_path: Path) -> None:
     outside = ("/etc/x.safetensors", "../x.safetensors")
     for content, says in (
         *((json.dumps({"weight_map": {"a": name}}).encode(), "") for name in files),
-        *((json.dumps({"weight_map": {"a": name}}).encode(), "instead of a file name") for name in outside),
+        *(
+            (json.dumps({"weight_map": {"a": name}}).encode(), "instead of a file name")
+            for name in outside
+        ),
         (b'{"weight_map": []}', ""),
         (b"[]", ""),
         (b"\xff", "cannot be read as JSON"),
@@ -306,7 +348,9 @@ def test_missing_tensors_are_refused(copy: Path, weights: Weights, tmp_path: Pat
     index = json.loads((copy / "model.safetensors.index.json").read_text())
     file = index["weight_map"]["model.norm.weight"]
     (copy / file).rename(tmp_path / "aside")
-    assert re.search(rf"theirs: {file} is missing, one of \d+ files that", refused(copy, out, *TINY))
+    assert re.search(
+        rf"theirs: {file} is missing, one of \d+ files that", refused(copy, out, *TINY)
+    )
     (copy / "model.safetensors.index.json").unlink()
     assert "missing" in refused(copy, out, *TINY)
     (tmp_path / "aside").rename(copy / file)
@@ -327,7 +371,8 @@ def test_one_file_wins_over_an_index_beside_it(copy: Path, tmp_path: Path, stale
     elif stale == "no JSON":
         (copy / "model.safetensors.index.json").write_bytes(b"{")
     assert torch.equal(
-        transformers.LlamaForCausalLM.from_pretrained(copy).model.norm.weight, torch.full((64,), 3.0)
+        transformers.LlamaForCausalLM.from_pretrained(copy).model.norm.weight,
+        torch.full((64,), 3.0),
     )
     run(copy, tmp_path / "out", *TINY)
     require_same(read_dcp(tmp_path / "out", MODEL), ours(network, MODEL))
@@ -346,7 +391,12 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "name", "damage", "says"),
     [
-        ("dcp", "__0_0.distcp", lambda file: flip(file, file.stat().st_size // 2), "__0_0.distcp: bytes "),
+        (
+            "dcp",
+            "__0_0.distcp",
+            lambda file: flip(file, file.stat().st_size // 2),
+            "__0_0.distcp: bytes ",
+        ),
         ("dcp", ".metadata", lambda file: flip(file, 100), ".metadata does not have the checksum"),
         ("dcp", "manifest.json", Path.unlink, "did not finish writing it: the manifest is missing"),
         ("half", ".metadata", Path.unlink, "was not finished: there is no .metadata"),
@@ -374,19 +424,26 @@ def test_damage_is_noticed(
         said = refused(source, tmp_path / "out", f"convert.format={target}", *TINY)
         assert said.startswith(str(source)) and says in said
         if name == "__0_0.distcp":
-            assert re.search(r": bytes \d+ to \d+ do not have the checksum they were written with$", said)
+            assert re.search(
+                r": bytes \d+ to \d+ do not have the checksum they were written with$", said
+            )
 
 
 @pytest.mark.parametrize("format", ["hf", "meta_1"])
 def test_tied_embeddings_that_are_not(format: str, weights: Weights, tmp_path: Path) -> None:
     """A file may repeat the table as lm_head; a different matrix would be lost, so it is refused."""
     tied, out = model_of(*TIED), tmp_path / "out"
-    for case, head in (("other", weights["output.weight"]), ("same", weights["tok_embeddings.weight"])):
+    for case, head in (
+        ("other", weights["output.weight"]),
+        ("same", weights["tok_embeddings.weight"]),
+    ):
         write_source(format, tmp_path / case, {**weights, "output.weight": head}, MODEL)
         config = hf_config(tied, dtype="float32", bos_id=None, eos_id=None)
         (tmp_path / case / "config.json").write_text(json.dumps(config))
     message = refused(tmp_path / "other", out, *TIED)
-    assert re.search("the output projection.* differs from the embedding table.*; would work", message)
+    assert re.search(
+        "the output projection.* differs from the embedding table.*; would work", message
+    )
     run(tmp_path / "same", out, *TIED)
     require_same(read_dcp(out, tied), {name: weights[name] for name in parameter_shapes(tied)})
 
@@ -395,7 +452,9 @@ def test_values_that_a_format_cannot_hold(weights: Weights, tmp_path: Path) -> N
     weights["norm.weight"][3] = 1e6
     write_huggingface(Held(weights), MODEL, None, tmp_path / "hf")
     message = refused(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=float16")
-    assert message == "norm.weight has values that float16 cannot hold; would work: bfloat16, float32"
+    assert (
+        message == "norm.weight has values that float16 cannot hold; would work: bfloat16, float32"
+    )
     run(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=bfloat16")
 
 
@@ -408,7 +467,9 @@ def test_existing_targets(copy: Path, tmp_path: Path) -> None:
         format = "torch" if each == file else "dcp"
         said = refused(copy, each, *TINY, f"convert.format={format}")
         assert said.startswith(f"convert.target={each}: already exists")
-    assert "is a folder; format=torch writes a file" in refused(copy, empty, *TINY, "convert.format=torch")
+    assert "is a folder; format=torch writes a file" in refused(
+        copy, empty, *TINY, "convert.format=torch"
+    )
     run(copy, empty, *TINY)
     run(copy, tmp_path / "new" / "deep" / "step-0", *TINY)
     with pytest.raises(UserError, match=r"file\.pt is not a folder; would work: "):
@@ -439,7 +500,9 @@ def test_mistakes(typed: str, says: str, tmp_path: Path) -> None:
 def command(source: Path, target: Path, *typed: str) -> int:
     """Run the command in this process; return its exit code."""
     return guarded(
-        lambda: VERB.run_line([*TINY, *typed, f"convert.source={source}", f"convert.target={target}"])
+        lambda: VERB.run_line(
+            [*TINY, *typed, f"convert.source={source}", f"convert.target={target}"]
+        )
     )
 
 
@@ -453,16 +516,25 @@ def test_a_full_disk(
         assert command(theirs, out, f"convert.format={target}") == EXIT_MACHINE
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert capsys.readouterr().err == f"error: {out}: the disk is full, or a quota is; nothing was written\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {out}: the disk is full, or a quota is; nothing was written\n"
+    )
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        sources.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1)
+    )  # type: ignore[attr-defined]
     assert command(theirs, out, f"convert.format={target}") == EXIT_MACHINE
     assert re.search(r"needs .* GB, and the disk has 0\.000 GB left", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_end_from_outside(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count, original, before = itertools.count(), HashingStream.write, signal.getsignal(signal.SIGTERM)
+    count, original, before = (
+        itertools.count(),
+        HashingStream.write,
+        signal.getsignal(signal.SIGTERM),
+    )
 
     def end(self: Any, argument: Any) -> Any:
         if next(count) == 5:

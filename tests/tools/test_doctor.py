@@ -30,7 +30,9 @@ def _quick(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def test_a_machine_without_a_gpu_trains_on_the_cpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_gpu_trains_on_the_cpu(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, found = rows(capsys)
     assert code == EXIT_OK and len(found) == len(doctor.CHECKS)
     assert found["driver"][1:] == ("warn", "nothing, to train on the CPU")
@@ -49,7 +51,9 @@ def _fails(_: object) -> None:
 def test_gpus_that_torch_cannot_use_fail(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n"
+    )
     monkeypatch.setattr(setup, "DRIVER", tmp_path / "version")
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -70,7 +74,11 @@ def test_a_node_is_asked_for_as_a_job_asks(capsys: Capture) -> None:
     node = ["cluster=slurm_h100", "cluster.setup=[echo loaded]", "cluster.partition=gpu"]
     assert guarded(lambda: doctor.VERB.run_line([*node, "cluster.dry_run=true"])) == EXIT_OK
     command = shlex.split(capsys.readouterr().out)
-    assert {"--nodes=1", "--ntasks=1", "--cpus-per-task=96", "--gpus-per-node=8", "--partition=gpu"} <= {
-        *command
-    }
+    assert {
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=96",
+        "--gpus-per-node=8",
+        "--partition=gpu",
+    } <= {*command}
     assert "echo loaded" in command[-1].splitlines()

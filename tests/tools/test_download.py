@@ -18,7 +18,14 @@ from harness.compose.composer import compose_job
 from harness.tools import download as client
 from harness.tools.convert import ConvertJob
 from harness.tools.download import DownloadJob, choose, download, next_commands
-from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, MachineError, UserError
+from harness.util.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_OK,
+    EXIT_USER,
+    MachineError,
+    UserError,
+)
 from harness.weights.config_json import hf_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +38,9 @@ MODEL = [
     "model-00002-of-00002.safetensors",
     "model.safetensors.index.json",
 ]
-FILES = {name: name.encode() for name in (*TOKENIZER, *MODEL, "README.md", "consolidated.safetensors")}
+FILES = {
+    name: name.encode() for name in (*TOKENIZER, *MODEL, "README.md", "consolidated.safetensors")
+}
 FILES["config.json"] = json.dumps(CONFIG).encode()
 
 
@@ -51,7 +60,12 @@ def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     server.sent = []
     server.silent = False
     home = str(tmp_path / "hf_home")
-    environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": home, "PYTHONPATH": str(ROOT)}
+    environment = {
+        "HF_ENDPOINT": server.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": home,
+        "PYTHONPATH": str(ROOT),
+    }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -77,7 +91,9 @@ def refused(*overrides: str, kind: type[Exception] = UserError) -> str:
     return str(caught.value)
 
 
-def test_files_and_the_next_commands(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_the_next_commands(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(f"repo={REPO}")
     folder = tmp_path / "assets/hf" / REPO
     for name in (*TOKENIZER, *MODEL):
@@ -89,8 +105,16 @@ def test_files_and_the_next_commands(hub: Hub, tmp_path: Path, capsys: pytest.Ca
     first, convert, train = (shlex.split(line) for line in said.out.splitlines())
     assert [REPO, COMMIT[:12]] == [first[0], first[2].rstrip(":")]
     target = f"assets/hf/{REPO}-dcp/step-0"
-    assert convert[3:] == ["model=llama3_8b", f"convert.source=assets/hf/{REPO}", f"convert.target={target}"]
-    assert train[3:] == ["model=llama3_8b", "tokenizer=llama3", f"checkpoint.initial_load_path={target}"]
+    assert convert[3:] == [
+        "model=llama3_8b",
+        f"convert.source=assets/hf/{REPO}",
+        f"convert.target={target}",
+    ]
+    assert train[3:] == [
+        "model=llama3_8b",
+        "tokenizer=llama3",
+        f"checkpoint.initial_load_path={target}",
+    ]
     compose_job(convert[3:], config_name="convert", schema=ConvertJob).convert.validate()
     assert compose_job(train[3:]).tokenizer.file.read_bytes() == FILES["original/tokenizer.model"]
 
@@ -102,9 +126,13 @@ def test_files_that_are_there(hub: Hub, tmp_path: Path) -> None:
     run(f"repo={REPO}", "what=[tokenizer,index]", "to=out")
     assert hub.sent[len(TOKENIZER) :] == ["model.safetensors.index.json"]
     (tmp_path / "out/config.json").write_text("mine")
-    os.utime(tmp_path / "out/config.json", (1e10, 1e10))  # the client does not see a change within a second
+    os.utime(
+        tmp_path / "out/config.json", (1e10, 1e10)
+    )  # the client does not see a change within a second
     said = refused(f"repo={REPO}", "to=out")
-    assert said.startswith("out/config.json: already exists and differs from the hub's; would work: another")
+    assert said.startswith(
+        "out/config.json: already exists and differs from the hub's; would work: another"
+    )
     assert (tmp_path / "out/config.json").read_text() == "mine"
 
 
@@ -126,13 +154,19 @@ def test_no_space(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals_of_the_hub(hub: Hub) -> None:
     hub.gated = {REPO}
     for typed, says in (
-        (f"repo={REPO}", f"repo={REPO}: the hub says: Access to model {REPO} is restricted; would work: "),
+        (
+            f"repo={REPO}",
+            f"repo={REPO}: the hub says: Access to model {REPO} is restricted; would work: ",
+        ),
         (
             "repo=no/thing",
             "repo=no/thing: the hub says: Invalid username or password.; would work: a name from",
         ),
         ("repo=a/b/c", "repo=a/b/c: not a valid name; would work: owner/name"),
-        (f"repo={REPO} revision=v9", f"revision=v9: {REPO} has no such branch, tag or commit; would work: "),
+        (
+            f"repo={REPO} revision=v9",
+            f"revision=v9: {REPO} has no such branch, tag or commit; would work: ",
+        ),
     ):
         assert refused(*typed.split(), "what=config").startswith(says)
     # After the listing the client only warns, because the folder has other files.
@@ -147,7 +181,12 @@ def test_refusals_of_the_hub(hub: Hub) -> None:
     ("name", "value", "code", "says"),
     [
         ("HF_ENDPOINT", "http://127.0.0.1:9", EXIT_MACHINE, "http://127.0.0.1:9: "),
-        ("HF_HUB_OFFLINE", "1", EXIT_USER, "HF_HUB_OFFLINE=1 forbids access to the hub; would work: HF_HUB_"),
+        (
+            "HF_HUB_OFFLINE",
+            "1",
+            EXIT_USER,
+            "HF_HUB_OFFLINE=1 forbids access to the hub; would work: HF_HUB_",
+        ),
     ],
 )
 def test_the_network(hub: Hub, name: str, value: str, code: int, says: str) -> None:
@@ -173,8 +212,14 @@ os.kill(os.getpid(), signal.SIGTERM)
     ("typed", "says"),
     [
         ("", "repo=null: must be given; would work: Qwen/Qwen3-8B"),
-        ("repo=a/b what=tokens", "what=tokens: no such files; would work: one or a list of tokenizer, "),
-        ("repo=a/b what=[config,weight]", "what=[config,weight]: no such files; would work: one or a list"),
+        (
+            "repo=a/b what=tokens",
+            "what=tokens: no such files; would work: one or a list of tokenizer, ",
+        ),
+        (
+            "repo=a/b what=[config,weight]",
+            "what=[config,weight]: no such files; would work: one or a list",
+        ),
         ("repo=a/b what=[]", "what=[]: no such files"),
         ("repo=a/b revision=''", "revision='': must be given; would work: main"),
         ("repo=a/b model=llama3_8b", "model=llama3_8b: no such field; "),
@@ -197,7 +242,9 @@ def test_files_of_each_kind() -> None:
     no_files = r"^what=tokenizer: a/b has no such files; would work: what=\[config\]$"
     with pytest.raises(UserError, match=no_files):
         chosen(["tokenizer", "config"], "config.json")
-    with pytest.raises(UserError, match=r"^what=index: .*would work: a repository with safetensors$"):
+    with pytest.raises(
+        UserError, match=r"^what=index: .*would work: a repository with safetensors$"
+    ):
         chosen("index", "README.md")
 
 
@@ -223,7 +270,10 @@ def test_next_commands_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_from_an_empty_folder_to_training(hub: Hub, tmp_path: Path) -> None:
     """The three commands of the README, with a model created here."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    transformers, tokenizers = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("tokenizers"),
+    )
     model = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=1"]
     sizes = hf_config(compose_job(model).model, dtype="float32", bos_id=None, eos_id=None)
     published, text = tmp_path / "published", Path(__file__).read_text()
@@ -235,12 +285,19 @@ def test_from_an_empty_folder_to_training(hub: Hub, tmp_path: Path) -> None:
     hub.repos = {"me/tiny": {file.name: file.read_bytes() for file in published.iterdir()}}
     (tmp_path / "text.txt").write_text(text)
     short = ["data=local_text", "data.paths=[text.txt]", f"data.cache_dir={tmp_path}/cache"]
-    short += ["training.steps=4", "training.seq_len=32", "training.global_batch_size=2", "cluster.device=cpu"]
+    short += [
+        "training.steps=4",
+        "training.seq_len=32",
+        "training.global_batch_size=2",
+        "cluster.device=cpu",
+    ]
 
     commands = [["harness", "download", "repo=me/tiny", "what=[tokenizer,config,weights]"]]
     for number, more in enumerate(([], [], short)):
         done = python("-m", *commands[number], *more, cwd=tmp_path)
         assert done.returncode == EXIT_OK, done.stderr + done.stdout
-        found = [line.removeprefix("next: ") for line in done.stdout.splitlines() if "next: " in line]
+        found = [
+            line.removeprefix("next: ") for line in done.stdout.splitlines() if "next: " in line
+        ]
         commands += map(shlex.split, found)
     assert len(commands) == 3 and all("model=from_config" in words for words in commands[1:])

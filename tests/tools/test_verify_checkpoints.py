@@ -53,7 +53,9 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, capsys: Capture) -> No
     flip(path / "__0_0.distcp", -1)
     assert run(run_dir, "--json") == EXIT_MACHINE
     verdicts = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [each["state"] for each in verdicts] == ["ok", "damaged"] and verdicts[1]["path"] == str(path)
+    assert [each["state"] for each in verdicts] == ["ok", "damaged"] and verdicts[1]["path"] == str(
+        path
+    )
     says = f"{path}: damaged: __0_0.distcp does not have the checksum it was written with"
     for folder in (run_dir, run_dir / "checkpoints", path):
         assert run(folder) == EXIT_MACHINE
@@ -67,9 +69,13 @@ def test_what_else_can_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     flip(path / ".metadata", 9)
     assert verify(str(path)).reason == ".metadata does not have the checksum it was written with"
     read = []
-    monkeypatch.setattr(module, "_checksum", lambda fs, file: read.append(Path(file).name) or "other")
+    monkeypatch.setattr(
+        module, "_checksum", lambda fs, file: read.append(Path(file).name) or "other"
+    )
     assert verify(str(path)).state == "damaged"
-    assert sorted(read) == [".metadata", "__0_0.distcp"], "a damaged file is read once for its checksum"
+    assert sorted(read) == [".metadata", "__0_0.distcp"], (
+        "a damaged file is read once for its checksum"
+    )
     (path / "__0_0.distcp").unlink()
     assert verify(str(path)).reason == "__0_0.distcp is missing"
     (path / "manifest.json").write_text("{}")
@@ -95,12 +101,17 @@ def test_what_a_killed_writer_leaves_and_what_not(tmp_path: Path, capsys: Captur
     for state, code in (("interrupted", EXIT_OK), ("completed", EXIT_MACHINE)):
         RunFolder(tmp_path / "run").set_status(state)
         assert run(tmp_path / "run") == code
-    assert "no manifest.json, and status.json says that the run has completed" in capsys.readouterr().out
+    assert (
+        "no manifest.json, and status.json says that the run has completed"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_checkpoint_folder_outside_of_the_run_folder(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "job.json").write_text(tiny(f"checkpoint.folder={tmp_path}/elsewhere").to_json())
+    (tmp_path / "run" / "job.json").write_text(
+        tiny(f"checkpoint.folder={tmp_path}/elsewhere").to_json()
+    )
     write(tmp_path / "elsewhere", 4)
     assert run(tmp_path / "run") == EXIT_OK
     assert "elsewhere/step-4: ok" in capsys.readouterr().out

@@ -114,11 +114,14 @@ def finite_after_spoiling(job: Job, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["parallelism=fsdp", "parallelism=pp"])
-def test_a_number_that_is_not_finite_on_one_rank_is_seen_by_all(pool: RankPool, layout: str) -> None:
+def test_a_number_that_is_not_finite_on_one_rank_is_seen_by_all(
+    pool: RankPool, layout: str
+) -> None:
     job = job_of(layout)
     assert pool.run(job.world_size, finite_after_spoiling, job, -1) == [True] * job.world_size
     assert (
-        pool.run(job.world_size, finite_after_spoiling, job, job.world_size - 1) == [False] * job.world_size
+        pool.run(job.world_size, finite_after_spoiling, job, job.world_size - 1)
+        == [False] * job.world_size
     )
 
 
@@ -134,7 +137,9 @@ def changed_by_an_update(job: Job, spoilt: bool) -> tuple[set[str], int]:
     before = state()
     if spoilt:
         original = engine.executor.forward_backward
-        engine.executor.forward_backward = lambda *args, **options: original(*args, **options) * float("inf")  # type: ignore[method-assign]
+        engine.executor.forward_backward = lambda *args, **options: (
+            original(*args, **options) * float("inf")
+        )  # type: ignore[method-assign]
     outcome = engine.gradients(batch_of(engine, [32] * 4))
     assert outcome.is_finite is not spoilt
     engine.update(outcome.norm)
@@ -183,17 +188,23 @@ NORM_CASES = [
 
 
 @pytest.mark.parametrize(("overrides", "device", "skips", "asks"), NORM_CASES)
-def test_when_the_host_needs_the_norm(overrides: list[str], device: str, skips: bool, asks: bool) -> None:
+def test_when_the_host_needs_the_norm(
+    overrides: list[str], device: str, skips: bool, asks: bool
+) -> None:
     engine = object.__new__(Engine)
     engine.job = job_of(*overrides)
     engine.device = torch.device(device)
-    parameter = torch.nn.Parameter(torch.zeros(2, dtype=getattr(torch, engine.job.precision.master_dtype)))
+    parameter = torch.nn.Parameter(
+        torch.zeros(2, dtype=getattr(torch, engine.job.precision.master_dtype))
+    )
     specs = tensors(engine.job.model)
     engine.optimizer = build_optimizer(engine.job.optimizer, [("output.weight", parameter)], specs)
     assert (engine.skips_on_device, engine.asks_for_norm) == (skips, asks)
 
 
-def test_squares_of_offloaded_parameters_are_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squares_of_offloaded_parameters_are_copied_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     with waits() as found:
@@ -226,7 +237,9 @@ def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
     for size in (1, 4095, 4096, 4097, 4_000_000):
         values = torch.randn(size, generator=torch.Generator().manual_seed(size))
         for each, rel in ((values, 1e-6), (values.bfloat16(), 1e-5)):
-            assert float(squares_of([each])) == pytest.approx(float(each.double().square().sum()), rel=rel)
+            assert float(squares_of([each])) == pytest.approx(
+                float(each.double().square().sum()), rel=rel
+            )
 
 
 def test_resharding_default_depends_on_the_pipeline() -> None:
@@ -267,7 +280,10 @@ def updated(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor],
 def test_updates_are_those_of_torch_with_an_active_limit(pool: RankPool) -> None:
     """What the engine hands to the clip and the optimizer: with a large eps Adam cancels no wrong factor."""
     job = job_of(
-        "training.max_norm=0.45", "schedule.warmup_steps=2", "optimizer.lr=0.01", "optimizer.eps=1e-3"
+        "training.max_norm=0.45",
+        "schedule.warmup_steps=2",
+        "optimizer.lr=0.01",
+        "optimizer.eps=1e-3",
     )
     [(found, expected, norms)] = pool.run(1, updated, job)
     assert min(norms) > 0.45

@@ -36,7 +36,9 @@ class StandIn:
 
     def __call__(self, *values: Tensor | float | None) -> tuple[Tensor, ...]:
         if not self.inputs:
-            self.inputs = [None if value is None else torch.as_tensor(value).clone() for value in values]
+            self.inputs = [
+                None if value is None else torch.as_tensor(value).clone() for value in values
+            ]
         for static, value in zip(self.inputs, values, strict=True):
             if static is not None:
                 static.copy_(torch.as_tensor(value))

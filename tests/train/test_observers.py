@@ -26,7 +26,12 @@ from harness.train.observers import flight_recorder
 from harness.train.setup import process_group
 from harness.train.trainer import Trainer
 
-SMALL = ("model.n_layers=1", "training.steps=7", "training.seq_len=32", "training.global_batch_size=4")
+SMALL = (
+    "model.n_layers=1",
+    "training.steps=7",
+    "training.seq_len=32",
+    "training.global_batch_size=4",
+)
 ALL = (
     *("profiling=on", "profiling.interval=3", "profiling.warmup=1", "profiling.active=1"),
     *("profiling.phases=true", "debug.nan=true", "metrics.all_ranks=true"),
@@ -38,7 +43,9 @@ ALL = (
 def documents(tmp_path: Path) -> list[str]:
     """Overrides with documents, because evaluation needs some."""
     for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(f"document {number} has words, words and words\n" * 20)
+        (tmp_path / f"{number}.txt").write_text(
+            f"document {number} has words, words and words\n" * 20
+        )
     return [
         *("model.vocab_size=258", "data=local_text", f"data.paths=[{tmp_path}/*.txt]"),
         *("data.validation_fraction=0", f"data.validation_paths=[{tmp_path}/1.txt]"),
@@ -62,7 +69,9 @@ def numbers(job: Job, folder: str, watched: bool) -> tuple[list[tuple[float, flo
     return [(each.loss, each.grad_norm) for each in found], len(trainer.observers)
 
 
-@pytest.mark.parametrize("layout", [(), ("parallelism=fsdp", "parallelism.dp_shard=2")], ids=["one", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", [(), ("parallelism=fsdp", "parallelism.dp_shard=2")], ids=["one", "fsdp"]
+)
 def test_a_run_has_the_same_numbers_without_observers(
     layout: Sequence[str], documents: list[str], tmp_path: Path, pool: RankPool
 ) -> None:
@@ -102,13 +111,18 @@ class Sums(Observer):
         self.calls.append(("close", str(error)))
 
 
-def test_an_observer_is_called_and_adds_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observer_is_called_and_adds_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for table in (OBSERVERS._builtins, OBSERVERS._loaded):
         monkeypatch.setitem(table, "sums", Sums)
     overrides = ("training.steps=2", "metrics.all_ranks=true", "checkpoint=disabled")
     code, folder, job = run = jobs.train(tmp_path, *overrides, "training.observers=[sums]")
     assert code == 0
-    assert [(row["sums.ranks"], row["sums.largest"]) for row in run.rows] == [(1.0, 1.0), (1.0, 2.0)]
+    assert [(row["sums.ranks"], row["sums.largest"]) for row in run.rows] == [
+        (1.0, 1.0),
+        (1.0, 2.0),
+    ]
     own = read_metrics(folder.path / "metrics" / "rank0.jsonl")
     assert [(row["sums.own"], row["sums.largest"]) for row in own] == [(1.0, 1.0), (1.0, 2.0)]
     steps = [(call, step) for step in (1, 2) for call in ("begin_step", "end_step", "log")]
@@ -137,7 +151,9 @@ def test_all_are_closed_in_reverse_after_an_error(tmp_path: Path) -> None:
     job, cpu = jobs.tiny(*SMALL, "checkpoint=disabled"), torch.device("cpu")
     observers = [Recording, FailsInAStep, FailsToClose]
     with process_group(job, cpu), pytest.raises(OSError, match="cannot close") as raised:
-        Trainer(job, RunFolder(tmp_path), Engine(job, cpu), None, time.monotonic(), observers).train()
+        Trainer(
+            job, RunFolder(tmp_path), Engine(job, cpu), None, time.monotonic(), observers
+        ).train()
     assert isinstance(raised.value.__context__, LookupError)
     errors = {
         "FailsToClose": "a bug of an observer",

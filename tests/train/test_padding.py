@@ -50,7 +50,9 @@ def stepped(rows: int, length: int, *overrides: str) -> tuple[float, int, dict[s
     with process_group(job, CPU):
         engine = Engine(job, CPU)
         outcome = engine.gradients(batch_of(rows, length))
-        tensors = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
+        tensors = {
+            name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None
+        }
         engine.update(outcome.norm)
         assert engine.balance.load_ME is not None
         tensors["loads"] = engine.balance.load_ME
@@ -91,7 +93,8 @@ def chat(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["ep", "tp_ep", "fsdp_tp_ep_experts", "cp_ep", "fsdp_ep_pp", "fsdp_ep_compiled_recompute_op"]
+    "name",
+    ["ep", "tp_ep", "fsdp_tp_ep_experts", "cp_ep", "fsdp_ep_pp", "fsdp_ep_compiled_recompute_op"],
 )
 def test_layouts_agree_on_conversations(pool: RankPool, conversations: Path, name: str) -> None:
     """Ranks have different numbers of tokens, of rows and of parts of a sequence."""

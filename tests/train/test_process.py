@@ -47,7 +47,11 @@ OLDER = {
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """An environment without any of these variables."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "PYTORCH_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCH_", "PYTORCH_"))
+    }
     monkeypatch.setattr(os, "environ", kept)
     return kept
 
@@ -73,13 +77,18 @@ def test_the_users_value_wins_under_an_older_name(environment: dict[str, str], n
 
 def test_the_recorder_can_be_switched_off(environment: dict[str, str]) -> None:
     process.set_environment(tiny("debug.flight_recorder=0"), Path("/runs/x"))
-    assert (environment["TORCH_FR_BUFFER_SIZE"], environment["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "0")
+    assert (environment["TORCH_FR_BUFFER_SIZE"], environment["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == (
+        "0",
+        "0",
+    )
 
 
 def test_changed_settings_are_shown_in_one_line(environment: dict[str, str]) -> None:
     process.set_environment(tiny(), Path("/runs/x"))
     assert process.describe(tiny(), "cpu") == process.describe(tiny("precision=bf16"), "cuda") == ""
-    assert process.describe(tiny(), "cuda").startswith("process: all products in float32, highest preci")
+    assert process.describe(tiny(), "cuda").startswith(
+        "process: all products in float32, highest preci"
+    )
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
     shown = process.describe(tiny("precision=bf16"), "cuda")
     assert shown == "process: TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
@@ -103,9 +112,15 @@ print(done, faults(), faults())
     "theirs", [{}, {"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}]
 )
 def test_freed_memory_is_kept(environment: dict[str, str], theirs: dict[str, str]) -> None:
-    plain = {name: value for name, value in environment.items() if not name.startswith(("MALLOC_", "GLIBC"))}
+    plain = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(("MALLOC_", "GLIBC"))
+    }
     command = [sys.executable, "-c", BLOCKS_TWICE]
-    output = subprocess.run(command, env=plain | theirs, cwd=ROOT, check=True, capture_output=True, text=True)
+    output = subprocess.run(
+        command, env=plain | theirs, cwd=ROOT, check=True, capture_output=True, text=True
+    )
     done, first, second = output.stdout.split()
     assert (done == "True") == (not theirs)
     assert int(second) < int(first) / 100 if done == "True" else int(second) > int(first) / 2
@@ -114,10 +129,15 @@ def test_freed_memory_is_kept(environment: dict[str, str], theirs: dict[str, str
 def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
     try:
         set_up_process(tiny("training.matmul_precision=high"))
-        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
+        assert (
+            torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
+        )
     finally:
         set_up_process(tiny())
-    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+    assert (
+        torch.get_float32_matmul_precision() == "highest"
+        and not torch.backends.cuda.matmul.allow_tf32
+    )
     assert tiny().numerics_id != tiny("training.matmul_precision=high").numerics_id
 
 
@@ -158,7 +178,9 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Handle signals as a foreground process does: a shell may have started the tests with some ignored."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in process.STOP_SIGNALS}
+    before = {
+        number: signal.signal(number, signal.default_int_handler) for number in process.STOP_SIGNALS
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -179,14 +201,22 @@ def send(*numbers: int) -> None:
 @pytest.mark.parametrize(
     ("sent", "insists"),
     # Schedulers send SIGTERM to a process and to its group, and a lost terminal several SIGHUPs.
-    [([INT], False), ([HUP], False), ([TERM, TERM, HUP], False), ([TERM, INT], True), ([INT, INT], True)],
+    [
+        ([INT], False),
+        ([HUP], False),
+        ([TERM, TERM, HUP], False),
+        ([TERM, INT], True),
+        ([INT, INT], True),
+    ],
 )
 def test_a_request_notes_the_first_signal(sent: list[int], insists: bool) -> None:
     with StopRequest(raises=False) as request:
         assert request.signal is None
         send(*sent)
         assert (request.signal, request.insists) == (sent[0], insists)
-    assert {signal.getsignal(number) for number in process.STOP_SIGNALS} == {signal.default_int_handler}
+    assert {signal.getsignal(number) for number in process.STOP_SIGNALS} == {
+        signal.default_int_handler
+    }
 
 
 def test_one_key_press_that_arrives_twice_is_one() -> None:

@@ -84,7 +84,10 @@ def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_pat
     )
     said = tmp_path / "said"
     process = subprocess.Popen(
-        [sys.executable, "-c", parent, child, str(said)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+        [sys.executable, "-c", parent, child, str(said)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
     )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -103,7 +106,9 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("arguments", [(), ("somewhere",)])
 def test_starting_a_rank_by_hand_is_a_one_line_error(arguments: tuple[str, ...]) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")
+    }
     command = [sys.executable, "-m", "harness.train.rank", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == EXIT_USER
@@ -123,7 +128,9 @@ def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(
     assert (done.returncode, done.stderr) == (EXIT_USER, "")
     assert finish_run(job, folder, done.returncode) == EXIT_USER
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {folder.path}/job.json: damaged, or another version wrote it: name=1: ")
+    assert line.startswith(
+        f"error: {folder.path}/job.json: damaged, or another version wrote it: name=1: "
+    )
     row = folder.row
     assert (row["error.kind"], row["error.rank"], row["exit_code"]) == ("user", 1, EXIT_USER)
 

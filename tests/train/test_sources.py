@@ -55,7 +55,9 @@ def losses_of(job: Job) -> dict[str, Any]:
 
 def shared_loss(found: dict[str, Any]) -> float:
     losses, tokens = found["step"]
-    return sum((each or 0.0) * count for each, count in zip(losses, tokens, strict=True)) / sum(tokens)
+    return sum((each or 0.0) * count for each, count in zip(losses, tokens, strict=True)) / sum(
+        tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,13 +69,20 @@ def test_losses_of_sources_are_exact(pool: RankPool, layout: str) -> None:
     batch = loader_of(job, build_tokenizer(job.tokenizer), range(job.global_batch_size)).next()
     losses, valid = plain_losses(job, batch), batch.labels_BT != IGNORE_INDEX
     own = [batch.sources_B == source for source in range(3)]
-    sums, tokens = [float(losses[rows].sum()) for rows in own], [int(valid[rows].sum()) for rows in own]
+    sums, tokens = (
+        [float(losses[rows].sum()) for rows in own],
+        [int(valid[rows].sum()) for rows in own],
+    )
     assert tokens[0] > 0 and tokens[1] == 0, "one source has masked labels, one has no sample"
     results = pool.run(job.world_size, losses_of, job)
     assert results == results[:1] * job.world_size
     found = results[0]
     assert found["step"] == (
-        [pytest.approx(sums[0] / tokens[0], rel=1e-5), None, pytest.approx(sums[2] / tokens[2], rel=1e-5)],
+        [
+            pytest.approx(sums[0] / tokens[0], rel=1e-5),
+            None,
+            pytest.approx(sums[2] / tokens[2], rel=1e-5),
+        ],
         tokens,
     )
     loss, trained = found["total"]
@@ -81,7 +90,9 @@ def test_losses_of_sources_are_exact(pool: RankPool, layout: str) -> None:
     assert shared_loss(found) == pytest.approx(loss, rel=1e-6)
     assert found["plain"] == (pytest.approx(loss, rel=1e-6), pytest.approx(1.0, rel=1e-6), [])
     assert [each[1] for each in found["evaluated"]] == [trained, *tokens]
-    assert [each[0] for each in found["evaluated"]] == pytest.approx([loss * trained, *sums], rel=1e-5)
+    assert [each[0] for each in found["evaluated"]] == pytest.approx(
+        [loss * trained, *sums], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("options", ["training.local_batch_size=2", "training.loss_chunks=3"])
@@ -99,7 +110,9 @@ def test_the_host_does_not_wait_for_losses_of_sources() -> None:
     with waits() as found:
         with sources.recorded(batch) as rows:
             for _ in range(2):
-                loss(torch.empty(2, 8, 16, device="meta", requires_grad=True), labels[:2]).backward()
+                loss(
+                    torch.empty(2, 8, 16, device="meta", requires_grad=True), labels[:2]
+                ).backward()
         by_source = sources.losses(batch, rows)
     assert len(by_source) == 3 and by_source[0].is_meta
     assert found == []
@@ -113,7 +126,9 @@ def test_rows_have_the_metrics_of_sources(tmp_path: Path) -> None:
     files = "['{stdlib}/json/*.py']"
     most = f"data.sources.most={{kind: local, paths: {files}, validation_paths: {files}}}"
     options = (f"data.cache_dir={tmp_path / 'cache'}", "model.vocab_size=258")
-    code, folder, _ = done = train(tmp_path, most, *options, "validation.interval=3", "validation.steps=2")
+    code, folder, _ = done = train(
+        tmp_path, most, *options, "validation.interval=3", "validation.steps=2"
+    )
     assert code == EXIT_OK
     rows = done.rows
     trained = [row for row in rows if "loss" in row]
@@ -122,7 +137,9 @@ def test_rows_have_the_metrics_of_sources(tmp_path: Path) -> None:
         assert sum(tokens.values()) == row["valid_tokens"]
         shared = sum(row[f"loss.{name}"] * count for name, count in tokens.items() if count)
         assert shared / row["valid_tokens"] == pytest.approx(row["loss"], rel=1e-6)
-        assert {name: row[f"loss.{name}"] is None for name in tokens} == {n: not c for n, c in tokens.items()}
+        assert {name: row[f"loss.{name}"] is None for name in tokens} == {
+            n: not c for n, c in tokens.items()
+        }
         assert sum(row[f"tokens.{name}"] for name in tokens) == row["tokens"]
         assert 0 < row["epochs.most"] < 1 and "epochs.few" not in row
     assert [row["valid_tokens.late"] > 0 for row in trained] == [False] * 4 + [True] * 2
@@ -136,7 +153,13 @@ def test_rows_have_the_metrics_of_sources(tmp_path: Path) -> None:
 
 
 STREAM = (
-    *(*SMALL, "data=mixture", "data.weights={web: 1, few: 1}", "training.steps=4", "model.vocab_size=258"),
+    *(
+        *SMALL,
+        "data=mixture",
+        "data.weights={web: 1, few: 1}",
+        "training.steps=4",
+        "model.vocab_size=258",
+    ),
     "schedule.warmup_steps=0",
 )
 
@@ -155,11 +178,18 @@ def test_a_resumed_run_sees_the_same_samples(tmp_path: Path, stopped: int) -> No
     shared = f"checkpoint.folder={tmp_path / 'shared'}"
     jobs.train(tmp_path, *own, shared, f"training.steps={stopped}")
     if stopped == 1:
-        slots = CheckpointFolder(str(tmp_path / "shared")).find(1).state["data_loader"]["slots"].values()
+        slots = (
+            CheckpointFolder(str(tmp_path / "shared"))
+            .find(1)
+            .state["data_loader"]["slots"]
+            .values()
+        )
         assert any(slot["document"] is None for slot in slots)
     resumed = jobs.train(tmp_path, *own, shared, "checkpoint.allow_changed=[training.steps]")
     names = [*("step", "loss", "loss.few"), "loss.web" if stopped == 1 else "tokens.late"]
-    expected, found = ([[row[name] for name in names] for row in each.rows] for each in (complete, resumed))
+    expected, found = (
+        [[row[name] for name in names] for row in each.rows] for each in (complete, resumed)
+    )
     assert found == expected[stopped:]
 
 
@@ -218,7 +248,11 @@ def test_the_log_has_the_packing_of_conversations_in_a_mixture(tmp_path: Path) -
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     talk = f"data.sources={{talk: {{kind: chat, paths: ['{tmp_path}/c.jsonl'], chat_template: plain}}}}"
-    options = ("data.attend_across_documents=false", f"data.cache_dir={tmp_path}", "model.vocab_size=258")
+    options = (
+        "data.attend_across_documents=false",
+        f"data.cache_dir={tmp_path}",
+        "model.vocab_size=258",
+    )
     job = jobs.tiny(*SMALL, "data=mixture", talk, "data.weights.talk=1", *options)
     loader = loader_of(job, build_tokenizer(job.tokenizer), range(8))
     assert loader.note == "talk: data of train: 1 conversation in 1 sample, 68.8% full"

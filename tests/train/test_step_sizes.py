@@ -18,7 +18,10 @@ from harness.train.setup import process_group
 
 CPU = torch.device("cpu")
 FULL = ("training.seq_len=64", "training.global_batch_size=4", "training.local_batch_size=2")
-SCHEDULE = ("schedule.batch_size=[{until_step:2,sequences:2}]", "schedule.seq_len=[{until_step:3,tokens:16}]")
+SCHEDULE = (
+    "schedule.batch_size=[{until_step:2,sequences:2}]",
+    "schedule.seq_len=[{until_step:3,tokens:16}]",
+)
 MODELS = {
     "dense": ["model=llama3_tiny"],
     # The auxiliary loss is a mean over the sequences of a step.
@@ -33,9 +36,13 @@ MODELS = {
 
 
 def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch.Tensor]]:
-    tokens = torch.randint(0, 256, (rows, length + 1), generator=torch.Generator().manual_seed(rows))
+    tokens = torch.randint(
+        0, 256, (rows, length + 1), generator=torch.Generator().manual_seed(rows)
+    )
     loss = engine.gradients(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())).loss
-    found = [parameter.grad.clone() for parameter in engine.parameters if parameter.grad is not None]
+    found = [
+        parameter.grad.clone() for parameter in engine.parameters if parameter.grad is not None
+    ]
     engine.optimizer.zero_grad()
     engine.balance.update_biases(0.0)
     return loss, found
@@ -58,7 +65,13 @@ def test_a_step_is_that_of_a_job_of_its_sizes(model: str) -> None:
 
 
 def test_rows_count_the_tokens_of_their_steps(tmp_path: Path) -> None:
-    options = (*FULL, *SCHEDULE, "metrics.warmup_steps=0", "validation.interval=1", "validation.steps=1")
+    options = (
+        *FULL,
+        *SCHEDULE,
+        "metrics.warmup_steps=0",
+        "validation.interval=1",
+        "validation.steps=1",
+    )
     run = jobs.train(tmp_path, "training.tokens=1000", *options)
     rows = [row for row in run.rows if "loss" in row]
     # 2 x 16, 2 x 16, 4 x 16, then 4 x 64 until 1000 tokens are trained.

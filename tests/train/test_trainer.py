@@ -70,7 +70,9 @@ def test_a_clock_that_is_set_back_changes_no_duration(
     assert launch(job, folder) == 0
     durations = {name: value for name, value in folder.row.items() if "seconds" in name}
     assert durations["first_step_seconds"] > 0
-    assert all(0 <= value < 600 for value in durations.values() if isinstance(value, float)), durations
+    assert all(0 <= value < 600 for value in durations.values() if isinstance(value, float)), (
+        durations
+    )
 
 
 def test_rows_have_the_loss_of_multi_token_prediction(tmp_path: Path) -> None:
@@ -82,7 +84,9 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> Non
     """Weighted by tokens, the same samples every time, no effect on training."""
     plain = run(tmp_path / "a", "optimizer.lr=0")
     done = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
-    validations = {row["step"]: row["validation_loss"] for row in done.rows if "validation_loss" in row}
+    validations = {
+        row["step"]: row["validation_loss"] for row in done.rows if "validation_loss" in row
+    }
     assert list(validations) == [2, 4, 6]
     # Nothing is learned at rate 0, so the same samples give the same loss.
     assert len(set(validations.values())) == 1
@@ -116,7 +120,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LATE_STEPS, "cpu", LATE_STEPS["cuda"])
 
 
-@pytest.mark.parametrize(("late", "interval", "rows"), [(0, 1, [1, 2]), (1, 1, [1, 2]), (1, 10, [1])])
+@pytest.mark.parametrize(
+    ("late", "interval", "rows"), [(0, 1, [1, 2]), (1, 1, [1, 2]), (1, 10, [1])]
+)
 def test_non_finite_stops_and_keeps_the_evidence(
     tmp_path: Path,
     infinite_at: Callable[..., None],
@@ -137,7 +143,11 @@ def test_non_finite_stops_and_keeps_the_evidence(
     assert evidence["gradients"] and evidence["loss"] == "inf"
     assert torch.load(folder.path / "evidence" / "step3-rank0.pt")["inputs"].shape == (4, 32)
     result = folder.row
-    assert (result["exit_code"], result["step"], result["error.kind"]) == (EXIT_NON_FINITE, 2, "non_finite")
+    assert (result["exit_code"], result["step"], result["error.kind"]) == (
+        EXIT_NON_FINITE,
+        2,
+        "non_finite",
+    )
     assert "step 3: loss inf" in result["error.message"]
     assert [row["step"] for row in done.rows] == rows
     assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
@@ -207,7 +217,14 @@ def recorded_order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-TIMES = {"time", "step_seconds", "data_share", "memory_gib", "tflops_per_device", "tokens_per_second"}
+TIMES = {
+    "time",
+    "step_seconds",
+    "data_share",
+    "memory_gib",
+    "tflops_per_device",
+    "tokens_per_second",
+}
 TIMES.add("tokens_per_second_per_rank")
 
 
@@ -237,7 +254,9 @@ def test_rows_are_the_same_when_they_are_written_late(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_row_is_not_lost_when_the_next_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_not_lost_when_the_next_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gradients = Engine.gradients
 
     def fail_in_step_4(engine, batch, **options):  # type: ignore[no-untyped-def]
@@ -269,7 +288,9 @@ def test_skipping_is_the_same_on_device_and_host(
     assert len(ends) == 1
 
 
-def test_rows_and_collections_are_at_fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_collections_are_at_fixed_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generations: list[int] = []
     enabled: list[bool] = []
     original = Engine.gradients
@@ -305,14 +326,24 @@ def test_training_learns(tmp_path: Path) -> None:
     """A repetitive text is learned: the loss falls far below the entropy of its letters."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh " * 4000)
-    data = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "model.vocab_size=258")
+    data = (
+        "data=local_text",
+        f"data.paths=[{text}]",
+        f"data.cache_dir={tmp_path}",
+        "model.vocab_size=258",
+    )
     rows = run(tmp_path, *data, "training.steps=30", "optimizer.lr=5e-3").rows
     assert rows[0]["loss"] > 4 and rows[-1]["loss"] < 0.5
 
 
 # -- debug=nan and debug=anomaly: the error names where the first number that is not finite was computed --
 
-NAN = ("training.steps=4", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled")
+NAN = (
+    "training.steps=4",
+    "training.seq_len=16",
+    "training.global_batch_size=4",
+    "checkpoint=disabled",
+)
 
 
 @pytest.fixture(autouse=True)

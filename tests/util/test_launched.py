@@ -34,7 +34,11 @@ def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("RANK", "-1", "RANK=-1: must be a whole number of at least 0 and less than 2"),
         ("RANK", "2", "RANK=2: must be a whole number of at least 0 and less than 2"),
         ("MASTER_ADDR", None, "MASTER_ADDR: is missing"),
-        ("MASTER_PORT", "99999", "MASTER_PORT=99999: must be a whole number of at least 1 and less"),
+        (
+            "MASTER_PORT",
+            "99999",
+            "MASTER_PORT=99999: must be a whole number of at least 1 and less",
+        ),
         ("LOCAL_RANK", "x", "LOCAL_RANK=x: must be a whole number"),
     ],
 )

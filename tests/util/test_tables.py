@@ -87,7 +87,9 @@ class Tags(HTMLParser):
 
 def test_a_document(tmp_path: Path) -> None:
     (tmp_path / "made.png").write_bytes(b"\x89PNG")
-    made = Document("made", ["the fastest: `tp=1`"], [TABLE, Figure("made.png", "A picture")], TABLE.rows)
+    made = Document(
+        "made", ["the fastest: `tp=1`"], [TABLE, Figure("made.png", "A picture")], TABLE.rows
+    )
     names = ("made.md", "made.csv", "made.html")
     assert made.write(tmp_path, *names) == [str(tmp_path / name) for name in (*names, "made.png")]
     assert (tmp_path / "made.md").read_text() == MARKDOWN

@@ -77,7 +77,9 @@ def test_either_form_of_rotation_is_enough(left_out: list[str]) -> None:
 
 def test_the_new_form_of_a_released_file_is_read() -> None:
     new = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "rope_theta")}
-    check_hf_config(shipped("llama3_8b"), {**new, "rope_parameters": {**SCALING, "rope_theta": 500000.0}})
+    check_hf_config(
+        shipped("llama3_8b"), {**new, "rope_parameters": {**SCALING, "rope_theta": 500000.0}}
+    )
     says = r"^model\.rope\.theta=500000\.0: config\.json has rope_theta 10000\.0; would work: "
     with pytest.raises(UserError, match=says):
         check_hf_config(shipped("llama3_8b"), {**new, "rope_parameters": SCALING})
@@ -91,8 +93,14 @@ def scaled(name: str, **changed: Any) -> dict[str, Any]:
 # compared is a test of families.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "llama3_8b": [
-        ({"hidden_size": 2048}, "model.dim=4096: config.json has hidden_size 2048; model.head_dim=128: "),
-        ({"num_key_value_heads": None}, "model.n_kv_heads=8: config.json has num_key_value_heads 32"),
+        (
+            {"hidden_size": 2048},
+            "model.dim=4096: config.json has hidden_size 2048; model.head_dim=128: ",
+        ),
+        (
+            {"num_key_value_heads": None},
+            "model.n_kv_heads=8: config.json has num_key_value_heads 32",
+        ),
         ({"rope_scaling": None}, "model.rope.scaling=llama3: config.json has rope_type none"),
         (
             {"rope_scaling": {"type": "linear", "factor": 8.0}},
@@ -103,7 +111,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "model.rope.factor=8.0: config.json has factor 32.0; "
             "model.rope.low_freq_factor=1.0: config.json has low_freq_factor 2.0",
         ),
-        ({"hidden_act": "gelu"}, "config.json has hidden_act gelu: the decoder only knows hidden_act silu"),
+        (
+            {"hidden_act": "gelu"},
+            "config.json has hidden_act gelu: the decoder only knows hidden_act silu",
+        ),
         (
             {"attention_bias": True},
             "model.attention.qkv_bias=false: config.json has attention_bias true; model.attention.output_bi",
@@ -113,7 +124,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "config.json has attn_logit_softcapping 30.0, clip_qkv 8, which model.family=llama does not read",
         ),
         ({"partial_rotary_factor": 0.5}, "config.json has partial_rotary_factor 0.5, which"),
-        ({"layer_types": ["sliding_attention"] * 32}, 'config.json has layer_types ["sliding_attention", "'),
+        (
+            {"layer_types": ["sliding_attention"] * 32},
+            'config.json has layer_types ["sliding_attention", "',
+        ),
         (
             scaled("llama3_8b", mrope_section=[8, 12, 12]),
             "config.json has mrope_section [8, 12, 12] in rope_scaling, which is not read; would work: ",
@@ -122,8 +136,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"original_max_position_embeddings": 4096},
             "model.rope.original_max_position=8192: config.json has original_max_position_embeddings 4096",
         ),
-        ({"model_type": "mistral"}, "config.json has model_type mistral: only checkpoints with model_t"),
-        ({"model_type": None}, "config.json has no model_type: only checkpoints with model_type llama"),
+        (
+            {"model_type": "mistral"},
+            "config.json has model_type mistral: only checkpoints with model_t",
+        ),
+        (
+            {"model_type": None},
+            "config.json has no model_type: only checkpoints with model_type llama",
+        ),
     ],
     "gpt_oss_20b": [
         ({"swiglu_limit": 5.0}, "config.json has swiglu_limit 5.0: the decoder only knows"),
@@ -200,7 +220,10 @@ def test_the_original_length_outside_of_the_rotation_wins(kind: str, tmp_path: P
     """transformers rotates by the field at the top level, even if the object has another one."""
     inside = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
     inside |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
-    content = content_of(CASES["llama"]) | {"rope_scaling": inside, "original_max_position_embeddings": 32}
+    content = content_of(CASES["llama"]) | {
+        "rope_scaling": inside,
+        "original_max_position_embeddings": 32,
+    }
     del content["rope_parameters"]
     read = transformers.LlamaConfig(**content)
     compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
@@ -224,7 +247,10 @@ def test_released_models_have_their_families_tensors(name: str) -> None:
     config_class = transformers.CONFIG_MAPPING[content["model_type"]]
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config_class(**content))
-    shapes = {key: tuple(value.shape) for key, value in as_stored(theirs.state_dict(), config.family).items()}
+    shapes = {
+        key: tuple(value.shape)
+        for key, value in as_stored(theirs.state_dict(), config.family).items()
+    }
     check_hf_tensors(config, shapes)
     assert len([key for key in hf_shapes(config) if f"layers.{layers - 1}.input" in key]) == 1
 

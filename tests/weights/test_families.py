@@ -120,7 +120,13 @@ def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tu
     shapes = tensor_shapes(model)
     for name, pieces in our_tensors(model).items():
         out = torch.empty(shapes[name], dtype=theirs[pieces[0].theirs].dtype)
-        fill(out, pieces, shapes[name], list(map(range, shapes[name])), lambda key, part: theirs[key][part])
+        fill(
+            out,
+            pieces,
+            shapes[name],
+            list(map(range, shapes[name])),
+            lambda key, part: theirs[key][part],
+        )
         yield name, out
 
 
@@ -128,7 +134,9 @@ def test_files_of_transformers_are_read(pair: Pair, tmp_path: Path) -> None:
     """Its config.json and tensors, which are not arranged as ours are."""
     pair.theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (pair.files, tmp_path))
+    ours, theirs = (
+        json.loads((each / "config.json").read_text()) for each in (pair.files, tmp_path)
+    )
     assert ours != theirs
     source = HuggingFaceSource(tmp_path, pair.model.config)
     require_same(source, tensors_of(pair.model))
@@ -152,7 +160,9 @@ def test_every_field_is_compared(case: str) -> None:
         listed = config.family == "llama4" and field == "moe.first_dense_layers"
         named = "moe.every_nth_layer" if listed else field
         before = "" if config.family == "llama" else "(.*; )?"
-        assert re.match(rf"{before}model\.{re.escape(named)}=\S+: ", str(caught.value)), str(caught.value)
+        assert re.match(rf"{before}model\.{re.escape(named)}=\S+: ", str(caught.value)), str(
+            caught.value
+        )
         assert "\n" not in str(caught.value)
 
 
@@ -162,7 +172,9 @@ def test_every_field_is_compared(case: str) -> None:
 def random_tensors(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
     return {
-        name: torch.randn(shape, generator=generator).to(torch.float32 if is_buffer(name) else dtype)
+        name: torch.randn(shape, generator=generator).to(
+            torch.float32 if is_buffer(name) else dtype
+        )
         for name, shape in tensor_shapes(model).items()
     }
 
@@ -173,8 +185,25 @@ def write(folder: Path, tensors: dict[str, Tensor], model: ModelConfig) -> None:
 
 # One row of each family, and rows with other tensors.
 FEW = (
-    *("llama", "llama_tied", "llama_biases_linear", "qwen2", "mistral", "mixtral", "qwen3", "qwen3_moe"),
-    *("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_plain", WITH_MTP, "gpt_oss", "llama4"),
+    *(
+        "llama",
+        "llama_tied",
+        "llama_biases_linear",
+        "qwen2",
+        "mistral",
+        "mixtral",
+        "qwen3",
+        "qwen3_moe",
+    ),
+    *(
+        "deepseek_v2",
+        "deepseek_v2_groups",
+        "deepseek_v3",
+        "deepseek_v3_plain",
+        WITH_MTP,
+        "gpt_oss",
+        "llama4",
+    ),
 )
 ROWS = [*((case, torch.bfloat16) for case in FEW), ("llama", torch.float32)]
 
@@ -201,7 +230,9 @@ def test_there_and_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     files = sorted(file.name for file in (tmp_path / "hf").iterdir())
     assert files == sorted(file.name for file in (tmp_path / "back").iterdir()) and len(files) > 3
     for name in files:
-        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), name
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), (
+            name
+        )
 
     run(tmp_path / "step-0", tmp_path / "model.pt", "convert.format=torch", "convert.dtype=float32")
     for mmap in (False, True):
@@ -224,7 +255,9 @@ def require_parts(source: HuggingFaceSource, tensors: dict[str, Tensor]) -> None
     """Fail unless parts of tensors are read as they are."""
     for name, tensor in tensors.items():
         for cut in (range(1), range(1, 3), range(2, 2)):
-            ranges = [range(size)[cut.start * size // 4 : cut.stop * size // 4] for size in tensor.shape]
+            ranges = [
+                range(size)[cut.start * size // 4 : cut.stop * size // 4] for size in tensor.shape
+            ]
             part = tensor[tuple(slice(each.start, each.stop) for each in ranges)]
             out = torch.full(part.shape, torch.nan, dtype=part.dtype)
             source.fill(name, out, ranges)
@@ -241,7 +274,10 @@ def test_each_tensor_is_read_once(case: str) -> None:
         tensor = renamed.read(name)
         assert tensor.is_contiguous() and tuple(tensor.shape) == renamed.tensors[name].shape
         assert len(renamed._cache) <= 2
-    assert len(source.reads) == len(source.tensors) + len(FAMILIES[model.family].mtp_copies) * model.mtp.depth
+    assert (
+        len(source.reads)
+        == len(source.tensors) + len(FAMILIES[model.family].mtp_copies) * model.mtp.depth
+    )
     assert set(source.reads) == set(source.tensors)
 
 
@@ -249,7 +285,9 @@ def test_balancing_biases_are_never_cast(tmp_path: Path) -> None:
     model = CASES["deepseek_v3"]
     tensors = random_tensors(model, torch.float32)
     write_huggingface(cast(Held(tensors), torch.bfloat16), model, None, tmp_path / "hf")
-    expected = {name: tensor if is_buffer(name) else tensor.bfloat16() for name, tensor in tensors.items()}
+    expected = {
+        name: tensor if is_buffer(name) else tensor.bfloat16() for name, tensor in tensors.items()
+    }
     require_same(HuggingFaceSource(tmp_path / "hf", model), expected)
     assert any(is_buffer(name) for name in tensors)
     # A file with them in another dtype.
@@ -268,7 +306,9 @@ def change_config(folder: Path, change: Any) -> None:
     (folder / "config.json").write_text(json.dumps(change(content)))
 
 
-def written(folder: Path, case: str) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor], Path]:
+def written(
+    folder: Path, case: str
+) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor], Path]:
     """A folder with random weights: the model, our tensors, theirs, and the file that has them."""
     model = CONVERTED[case]
     tensors = random_tensors(model)
@@ -282,11 +322,15 @@ def test_the_text_model_of_a_multimodal_file(tmp_path: Path) -> None:
     nested["vision_model.class_embedding"] = torch.zeros(3)
     nested["multi_modal_projector.linear_1.weight"] = torch.zeros(2, 2)
     save_file(nested, file)
-    change_config(tmp_path, lambda own: {"model_type": "llama4", "text_config": own, "vision_config": {}})
+    change_config(
+        tmp_path, lambda own: {"model_type": "llama4", "text_config": own, "vision_config": {}}
+    )
     require_same(HuggingFaceSource(tmp_path, model), tensors)
     # As in the released files.
     released = {"no_rope_layers": [], "attn_temperature_tuning": 4}
-    change_config(tmp_path, lambda full: {**full, "text_config": {**full["text_config"], **released}})
+    change_config(
+        tmp_path, lambda full: {**full, "text_config": {**full["text_config"], **released}}
+    )
     require_same(HuggingFaceSource(tmp_path, model), tensors)
 
 
@@ -316,9 +360,13 @@ def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_p
     }.items():
         assert torch.equal(stored[f"model.layers.4.{theirs}"], tensors[ours]), ours
     # A model without the block can read the same files; the model with it needs files that have it.
-    require_same(HuggingFaceSource(tmp_path, plain), {name: tensors[name] for name in tensor_shapes(plain)})
+    require_same(
+        HuggingFaceSource(tmp_path, plain), {name: tensors[name] for name in tensor_shapes(plain)}
+    )
     write(tmp_path / "plain", tensors, plain)
-    with pytest.raises(UserError, match=r"model\.mtp\.depth=1: config\.json has num_nextn_predict_layers 0"):
+    with pytest.raises(
+        UserError, match=r"model\.mtp\.depth=1: config\.json has num_nextn_predict_layers 0"
+    ):
         HuggingFaceSource(tmp_path / "plain", model)
     # Copies may be missing, but must not differ.
     copies = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
@@ -365,7 +413,9 @@ CANNOT = "checkpoints of model.family={} cannot store it; would work: {}"
         ),
     ],
 )
-def test_models_that_a_familys_files_cannot_store(overrides: str, says: str, tmp_path: Path) -> None:
+def test_models_that_a_familys_files_cannot_store(
+    overrides: str, says: str, tmp_path: Path
+) -> None:
     model = model_of(*overrides.split())
     with pytest.raises(ConfigError) as caught:
         write(tmp_path, random_tensors(model), model)

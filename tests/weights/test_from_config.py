@@ -49,7 +49,9 @@ def test_a_job_holds_the_numbers_and_what_is_typed_wins(tmp_path: Path) -> None:
     job = compose_job([*typed, "training.seq_len=64"])
     assert (job.model.name, job.name, job.model.path) == ("My_Model", "My_Model", str(folder))
     assert meant(job.model) == meant(shipped("mistral_7b"))
-    other = compose_job([*typed, "model.n_layers=2", "model.attention.window=null", "training.seq_len=64"])
+    other = compose_job(
+        [*typed, "model.n_layers=2", "model.attention.window=null", "training.seq_len=64"]
+    )
     assert (other.model.n_layers, other.model.attention.window) == (2, None)
     # The path is a label: the same numbers are the same job.
     same = compose_job([*typed, "model.name=other", "training.seq_len=64"])
@@ -69,7 +71,9 @@ def test_points_of_a_sweep_have_each_their_own(tmp_path: Path, chosen: str) -> N
 
 def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
     composer = Composer()
-    with pytest.raises(ConfigError, match=r"^model\.path=.*read only together with model=from_config"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.path=.*read only together with model=from_config"
+    ):
         composer.job([f"model.path={tmp_path}"])
     with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
         composer.job(["model=from_config"])
@@ -78,7 +82,21 @@ def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
 
 
 DEBUG = ("llama4_debug", "qwen3_moe_debug", "deepseek_v3_debug", "gpt_oss_debug")
-WRONG: list[object] = [None, "x", "", -1, 0, 1.5, 10**30, True, [], [3, "a"], {}, {"rope_type": 3}, [[]]]
+WRONG: list[object] = [
+    None,
+    "x",
+    "",
+    -1,
+    0,
+    1.5,
+    10**30,
+    True,
+    [],
+    [3, "a"],
+    {},
+    {"rope_type": 3},
+    [[]],
+]
 
 
 @pytest.mark.parametrize("name", DEBUG)
@@ -103,10 +121,16 @@ def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rope_scaling": {"rope_type": ["linear"]}}, "it has rope_type ['linear']; would work: default, "),
+        (
+            {"rope_scaling": {"rope_type": ["linear"]}},
+            "it has rope_type ['linear']; would work: default, ",
+        ),
         ({"rms_norm_eps": 10**400}, f"it has rms_norm_eps {10**400}, which is out of range"),
         ({"rope_scaling": {"rope_type": "linear"}}, "it has no factor"),
-        ({"num_attention_heads": 0}, "it has no head_dim, and fields of its default are missing or invalid"),
+        (
+            {"num_attention_heads": 0},
+            "it has no head_dim, and fields of its default are missing or invalid",
+        ),
         ({"quantization_config": {"bits": 4}}, "config.json has quantization_config: quant_method"),
     ],
     ids=lambda part: "" if isinstance(part, str) else next(iter(part)),
@@ -121,5 +145,7 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     """A device has no end, and a byte order mark is no content."""
     with pytest.raises(UserError, match="/dev/null: is not a regular file"):
         model_from_config("/dev/null")
-    (tmp_path / "config.json").write_text(json.dumps(RELEASED_CONFIGS["qwen3_8b"]), encoding="utf-8-sig")
+    (tmp_path / "config.json").write_text(
+        json.dumps(RELEASED_CONFIGS["qwen3_8b"]), encoding="utf-8-sig"
+    )
     assert model_from_config(str(tmp_path)).family == "qwen3"

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_table import PLAIN, batch, changed, close, random_model, set_fields, tensors_of, to_transformers
+from families_table import (
+    PLAIN,
+    batch,
+    changed,
+    close,
+    random_model,
+    set_fields,
+    tensors_of,
+    to_transformers,
+)
 from held import Held
 
 from harness.util.errors import ConfigError
@@ -24,7 +33,9 @@ CASES = {
         mup__base_widths={**NARROW_HEADS, "n_kv_heads": 1},
     ),
     "biases, other heads": changed("qwen2_debug", mup__base_dim=32, mup__base_widths=NARROW_HEADS),
-    "normed queries, experts": changed("qwen3_moe_debug", mup__base_dim=48, mup__base_widths={"head_dim": 4}),
+    "normed queries, experts": changed(
+        "qwen3_moe_debug", mup__base_dim=48, mup__base_widths={"head_dim": 4}
+    ),
     "biased router": changed("gpt_oss_debug", mup__base_dim=32, mup__base_widths=NARROW_HEADS),
     "latents, experts": changed(
         "deepseek_v3_debug", mup__base_dim=32, mup__base_widths={"attention.qk_nope_head_dim": 4}

@@ -49,7 +49,9 @@ def require_read(folder: Path, model: ModelConfig, expected: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "gpt_oss"])
-def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_transformers(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = CASES[case]
     written(tmp_path, model)
     if case == "gpt_oss":
@@ -119,19 +121,31 @@ def test_mxfp4(tmp_path: Path) -> None:
     blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
     blocks.copy_(torch.arange(blocks.numel()).view(blocks.shape) % 256)
     scales.copy_((torch.arange(scales.numel()).view(scales.shape) // 16) % 255)
-    assert len(set(zip(blocks[..., 0].flatten().tolist(), scales.flatten().tolist(), strict=True))) > 500
+    assert (
+        len(set(zip(blocks[..., 0].flatten().tolist(), scales.flatten().tolist(), strict=True)))
+        > 500
+    )
     rewrite(tmp_path, stored, {"quant_method": "mxfp4"})
     require_read(tmp_path, GPT_OSS, {**expected, name: from_mxfp4(blocks, scales)})
 
 
 def test_conversions_round_once(tmp_path: Path) -> None:
     """To bfloat16 by default, and from float32 to another dtype."""
-    expected = dict(from_theirs(DEEPSEEK, quantize_fp8(written(tmp_path / "hf", DEEPSEEK), PARTIAL)))
+    expected = dict(
+        from_theirs(DEEPSEEK, quantize_fp8(written(tmp_path / "hf", DEEPSEEK), PARTIAL))
+    )
     for dtype in (torch.bfloat16, torch.float32):
         target = tmp_path / str(dtype)
-        run(tmp_path / "hf", target, "model=from_config", f"convert.dtype={str(dtype).split('.')[1]}")
+        run(
+            tmp_path / "hf",
+            target,
+            "model=from_config",
+            f"convert.dtype={str(dtype).split('.')[1]}",
+        )
         checkpoint = open_checkpoint(str(target))
-        rounded = {name: each if is_buffer(name) else each.to(dtype) for name, each in expected.items()}
+        rounded = {
+            name: each if is_buffer(name) else each.to(dtype) for name, each in expected.items()
+        }
         require_same(DistributedSource(checkpoint.path, checkpoint.manifest, DEEPSEEK), rounded)
     run(tmp_path / "hf", tmp_path / "back", "model=from_config", "convert.format=hf")
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
@@ -157,14 +171,20 @@ DAMAGED: Damages = [
     (lambda t: {A: t[A].bfloat16()}, f"{S} has scales of {A}, which is BF16"),
     (lambda t: {S: t[S][:, :-1]}, f"{S} is [3, 1] and not [3, 2], one for each 24 x 48"),
     (lambda t: {S: t[S].int()}, f"{S} is I32; would work: F32, F16, BF16, F8_E8M0"),
-    (lambda t: {N: torch.ones(64).to(E4M3)}, f"{N} has F8_E4M3 values and is [64], only matrices are"),
+    (
+        lambda t: {N: torch.ones(64).to(E4M3)},
+        f"{N} has F8_E4M3 values and is [64], only matrices are",
+    ),
     (lambda t: {S: t[S] / 0}, f"{S} has a scale that is NaN or infinite"),
 ]
 DAMAGED_MXFP4: Damages = [
     (lambda t: {C: None}, f"{C} is missing, and {B} needs it"),
     (lambda t: {B: None}, f"{B} is missing, and {C} needs it"),
     (lambda t: {E: torch.ones(1)}, f"{E} is stored twice, also as {E}_"),
-    (lambda t: {C: t[C][:, 1:]}, f"{B} is [8, 64, 1, 16] and {C} is [8, 63, 1], must be [experts, "),
+    (
+        lambda t: {C: t[C][:, 1:]},
+        f"{B} is [8, 64, 1, 16] and {C} is [8, 63, 1], must be [experts, ",
+    ),
     (lambda t: {C: t[C] | 255}, f"{C} has a scale that is NaN or infinite"),
     (lambda t: {name: t[name].repeat_interleave(2, 1) for name in (B, C)}, "1 of another shape ("),
 ]
@@ -190,7 +210,10 @@ def test_damaged_folders(rows: Damages, tmp_path: Path) -> None:
 
 def test_methods_that_are_not_read() -> None:
     for quantization, says in (
-        ({"quant_method": "gptq"}, "quant_method gptq is not read; would work: fp8, fbgemm_fp8, mxfp4"),
+        (
+            {"quant_method": "gptq"},
+            "quant_method gptq is not read; would work: fp8, fbgemm_fp8, mxfp4",
+        ),
         ("x", "quant_method null is not read"),
         (
             {**FP8, "weight_block_size": [0, 128]},

@@ -48,7 +48,10 @@ def jobs_of(name: str) -> dict[str, list[str]]:
         if line and not line.startswith("#"):
             job, *own = line.split()
             said = {each.partition("=")[0] for each in own}
-            jobs[job] = [*(each for each in COMMON[name] if each.partition("=")[0] not in said), *own]
+            jobs[job] = [
+                *(each for each in COMMON[name] if each.partition("=")[0] not in said),
+                *own,
+            ]
     return jobs
 
 
@@ -83,13 +86,17 @@ def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str
         with ROWS.open("a") as file:
             file.write(f"{json.dumps(row)}\n")
         said = (
-            "" if row["failure"] is None else f": {row['failure']['kind']}, {row['failure']['message'][:200]}"
+            ""
+            if row["failure"] is None
+            else f": {row['failure']['kind']}, {row['failure']['message'][:200]}"
         )
         taken = time.perf_counter() - began
         sys.stderr.write(f"{name}, rank {rank}: {taken:.0f} s{said}\n")
 
 
-def row_of(of: str, name: str, overrides: list[str], world_size: int, figures: RankFigures) -> dict[str, Any]:
+def row_of(
+    of: str, name: str, overrides: list[str], world_size: int, figures: RankFigures
+) -> dict[str, Any]:
     """What is kept of a rank: everything but kernels' and products' lists."""
     plain = dataclasses.asdict(figures)
     for left_out in ("kernels", "products"):
@@ -141,7 +148,15 @@ def write_tables() -> None:
 
 
 def small_table(found: list[dict[str, Any]]) -> str:
-    header = ["job", "rank", "kernels", "products", "launched by the host", "collectives", "host waits"]
+    header = [
+        "job",
+        "rank",
+        "kernels",
+        "products",
+        "launched by the host",
+        "collectives",
+        "host waits",
+    ]
     header += ["allocated / reserved", "compiled graphs"]
     lines = []
     for row in found:

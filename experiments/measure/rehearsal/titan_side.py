@@ -56,7 +56,9 @@ def rehearse(name: str) -> dict[str, Any]:
     job = compose_job(jobs_of("full")[name], config_name="rehearse", schema=RehearseJob).plain
     gpu = VirtualGpu(virtual_device(job))
     rows, length = job.training.local_batch_size, job.training.seq_len
-    os.environ.update(RANK="0", WORLD_SIZE=str(job.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="8")
+    os.environ.update(
+        RANK="0", WORLD_SIZE=str(job.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="8"
+    )
     import importlib
 
     import torch
@@ -80,7 +82,10 @@ def rehearse(name: str) -> dict[str, Any]:
 
     def batches(**_: Any) -> Any:
         while True:
-            yield {"input": torch.zeros_like(positions), "positions": positions}, torch.zeros_like(positions)
+            yield (
+                {"input": torch.zeros_like(positions), "positions": positions},
+                torch.zeros_like(positions),
+            )
 
     config = Trainer.Config(
         model_spec=spec,
@@ -92,7 +97,11 @@ def rehearse(name: str) -> dict[str, Any]:
             activation_checkpoint, RECOMPUTATION[job.activation_checkpoint.mode]
         ).Config(),
     )
-    config.training.seq_len, config.training.local_batch_size, config.training.steps = length, rows, 100
+    config.training.seq_len, config.training.local_batch_size, config.training.steps = (
+        length,
+        rows,
+        100,
+    )
     config.training.disable_cuda_graphs = True
     config.parallelism.expert_parallel_degree = job.parallelism.ep
     config.parallelism.tensor_parallel_degree = job.parallelism.tp

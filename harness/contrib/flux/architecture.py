@@ -63,7 +63,9 @@ class FluxArchitecture(Architecture):
             rule = f"model.architecture=flux has as many as model.n_heads={model.n_heads}"
             raise ConfigError("model.n_kv_heads", model.n_kv_heads, rule, [model.n_heads])
         if model.n_heads * model.head_width != model.dim:
-            rule = f"must divide model.dim={model.dim} into heads of model.head_dim={model.head_width}"
+            rule = (
+                f"must divide model.dim={model.dim} into heads of model.head_dim={model.head_width}"
+            )
             raise ConfigError("model.n_heads", model.n_heads, rule, divisors(model.dim))
         even = len(flux.axes_dims) == 3 and not any(width % 2 for width in flux.axes_dims)
         if not even or sum(flux.axes_dims) != model.head_width:
@@ -94,7 +96,9 @@ class FluxArchitecture(Architecture):
 
     def fsdp_groups(self, model: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
         # A group for every block; all else is small and stays in the root's.
-        return {f"layers.{layer}": f"layers.{layer}" for layer in range(model.n_layers)} | {"": "root"}
+        return {f"layers.{layer}": f"layers.{layer}" for layer in range(model.n_layers)} | {
+            "": "root"
+        }
 
     def account(self, model: ModelConfig, seq_len: int) -> Accounting:
         """Count parameters and FLOPs; all of a sample are spread over its tokens.

@@ -164,19 +164,27 @@ def _attention(prefix: str, model: ModelConfig) -> Iterator[ModuleSpec]:
     yield _linear(f"{prefix}.wo", model.dim, width, Split.ROW)
     for name in ("q_norm", "k_norm"):
         weight = TensorSpec(
-            f"{prefix}.{name}.weight", f"{prefix}.{name}", (model.head_width,), Split.HEAD_NORM, ONES
+            f"{prefix}.{name}.weight",
+            f"{prefix}.{name}",
+            (model.head_width,),
+            Split.HEAD_NORM,
+            ONES,
         )
         yield ModuleSpec(f"{prefix}.{name}", Split.HEAD_NORM, (weight,))
 
 
-def _feed_forward(prefix: str, model: ModelConfig, *, output_bias: bool = True) -> Iterator[ModuleSpec]:
+def _feed_forward(
+    prefix: str, model: ModelConfig, *, output_bias: bool = True
+) -> Iterator[ModuleSpec]:
     yield ModuleSpec(prefix, Split.REGION)
     yield _linear(f"{prefix}.w1", model.ffn_hidden_dim, model.dim, Split.COLUMN)
     yield _linear(f"{prefix}.w2", model.dim, model.ffn_hidden_dim, Split.ROW, bias=output_bias)
 
 
 def _modulation(name: str, vectors: int, model: ModelConfig) -> ModuleSpec:
-    return _linear(name, vectors * model.dim, model.dim, Split.MODULATION, zero=flux_of(model).zero_init)
+    return _linear(
+        name, vectors * model.dim, model.dim, Split.MODULATION, zero=flux_of(model).zero_init
+    )
 
 
 def _linear(

@@ -78,14 +78,22 @@ class FluxCosts(Costs):
             *(SavedTensor(name, dim, inner) for name in ("q", "k", "v")),
             *attended,
         )
-        feed_forward = (SavedTensor("mlp.w1", hidden, inner), SavedTensor("mlp.gelu", hidden, inner))
+        feed_forward = (
+            SavedTensor("mlp.w1", hidden, inner),
+            SavedTensor("mlp.gelu", hidden, inner),
+        )
         grads = SavedTensor("grads of the hidden features", 2 * hidden, inner)
         of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, inner)
         gradient = SavedTensor("grad", dim, stream)
         region = SavedTensor("grad of the region's input", dim, whole)
         if is_double(model, layer):
             first = (*attention, SavedTensor("wo.out", dim, stream))
-            kept = (*first, *_modulated("mlp", dim), *feed_forward, SavedTensor("w2.out", dim, stream))
+            kept = (
+                *first,
+                *_modulated("mlp", dim),
+                *feed_forward,
+                SavedTensor("w2.out", dim, stream),
+            )
         else:
             first = attention
             kept = (*attention, *feed_forward, SavedTensor("sum of both", dim, stream))
@@ -118,7 +126,11 @@ class FluxCosts(Costs):
         return Operations(
             tuple(_matrices(model, layer)),
             AttentionCost(
-                model.n_heads, model.n_heads, model.head_width, model.head_width, 4.0 * model.dim * seq_len
+                model.n_heads,
+                model.n_heads,
+                model.head_width,
+                model.head_width,
+                4.0 * model.dim * seq_len,
             ),
             norm_width=(2 if is_double(model, layer) else 1) * 2 * model.dim,
             rotated_width=4 * model.dim,
@@ -161,7 +173,10 @@ class FluxCosts(Costs):
 
     def _products(self, model: ModelConfig, layer: int, seq_len: int) -> Iterator[SavedTensor]:
         """Results of a block's linears, in the order of computation."""
-        found = {tensor.module.removeprefix(f"layers.{layer}."): tensor for tensor in _matrices(model, layer)}
+        found = {
+            tensor.module.removeprefix(f"layers.{layer}."): tensor
+            for tensor in _matrices(model, layer)
+        }
         for name in _DOUBLE_PRODUCTS if is_double(model, layer) else _SINGLE_PRODUCTS:
             tensor = found[name]
             # A single-stream block keeps this result in any case: gelu saves its input.

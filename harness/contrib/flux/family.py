@@ -149,11 +149,17 @@ def _whole(value: Any, divisor: int) -> int:
 def _refuse(model: ModelConfig) -> None:
     if model.ffn_hidden_dim != MLP_RATIO * model.dim:
         rule = f"diffusers' Flux has {MLP_RATIO} x model.dim"
-        raise ConfigError("model.ffn_hidden_dim", model.ffn_hidden_dim, rule, [MLP_RATIO * model.dim])
+        raise ConfigError(
+            "model.ffn_hidden_dim", model.ffn_hidden_dim, rule, [MLP_RATIO * model.dim]
+        )
     if model.norm_eps != NORM_EPS:
-        raise ConfigError("model.norm_eps", model.norm_eps, f"diffusers' Flux has {NORM_EPS}", [NORM_EPS])
+        raise ConfigError(
+            "model.norm_eps", model.norm_eps, f"diffusers' Flux has {NORM_EPS}", [NORM_EPS]
+        )
     if model.rope.theta != FLUX.theta:
-        raise ConfigError("model.rope.theta", model.rope.theta, "diffusers' Flux has 10000", [10000])
+        raise ConfigError(
+            "model.rope.theta", model.rope.theta, "diffusers' Flux has 10000", [10000]
+        )
 
 
 def _assumed(model: ModelConfig) -> dict[str, object]:
@@ -270,7 +276,9 @@ class OriginalSource:
             for stored in opened.keys():  # noqa: SIM118 - not a mapping
                 part = opened.get_slice(stored)
                 facts[stored] = (tuple(part.get_shape()), part.get_dtype())
-        check_tensors(str(file), model, {name: shape for name, (shape, _) in facts.items()}, expected)
+        check_tensors(
+            str(file), model, {name: shape for name, (shape, _) in facts.items()}, expected
+        )
         wrong = sorted({dtype for _, dtype in facts.values()} - DTYPES.keys())
         if wrong:
             raise UserError(f"{file}: has {wrong[0]} values; would work: {', '.join(DTYPES)}")

@@ -48,7 +48,9 @@ class Pictures(Generator):
             f"{plural(len(prompts), 'picture')} of {outcome.size} x {outcome.size} pixels in "
             f"{outcome.seconds:.1f} s; encoders and weights loaded in {outcome.load_seconds:.1f} s\n"
         )
-        text = "".join(f"{file}  {prompt}\n" for file, prompt in zip(outcome.files, prompts, strict=True))
+        text = "".join(
+            f"{file}  {prompt}\n" for file, prompt in zip(outcome.files, prompts, strict=True)
+        )
         return Result(as_dict(job, found.path, prompts, outcome), text)
 
 

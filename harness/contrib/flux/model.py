@@ -38,12 +38,15 @@ class StreamAttention(nn.Module):
         self.head_width = config.head_width
         self.wq, self.wk, self.wv = (nn.Linear(config.dim, width) for _ in range(3))
         self.wo = nn.Linear(width, config.dim)
-        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_width, eps=config.norm_eps) for _ in range(2))
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_width, eps=config.norm_eps) for _ in range(2)
+        )
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys (both normed) and values [B, T, H, D]."""
         q, k, v = (
-            linear(x_BTC).unflatten(-1, (-1, self.head_width)) for linear in (self.wq, self.wk, self.wv)
+            linear(x_BTC).unflatten(-1, (-1, self.head_width))
+            for linear in (self.wq, self.wk, self.wv)
         )
         return self.q_norm(q), self.k_norm(k), v
 
@@ -68,7 +71,9 @@ class FluxBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.inner = SdpaKernel(AttentionSpec(AttentionSpan(), config.head_width**-0.5, causal=False))
+        self.inner = SdpaKernel(
+            AttentionSpec(AttentionSpan(), config.head_width**-0.5, causal=False)
+        )
         self.norm_eps = config.norm_eps
 
     def attend(self, qkv: Sequence[Tensor], rope_2TD: Tensor) -> Tensor:
@@ -106,8 +111,12 @@ class DoubleBlock(FluxBlock):
         length = txt_qkv[0].shape[1]
         txt_BLC = txt_BLC + txt_shifts[2] * self.txt_attn.wo(out_BTC[:, :length])
         img_BIC = img_BIC + img_shifts[2] * self.img_attn.wo(out_BTC[:, length:])
-        txt_BLC = txt_BLC + txt_shifts[5] * self.txt_mlp(modulate(txt_BLC, txt_shifts[3:5], self.norm_eps))
-        img_BIC = img_BIC + img_shifts[5] * self.img_mlp(modulate(img_BIC, img_shifts[3:5], self.norm_eps))
+        txt_BLC = txt_BLC + txt_shifts[5] * self.txt_mlp(
+            modulate(txt_BLC, txt_shifts[3:5], self.norm_eps)
+        )
+        img_BIC = img_BIC + img_shifts[5] * self.img_mlp(
+            modulate(img_BIC, img_shifts[3:5], self.norm_eps)
+        )
         return torch.cat((txt_BLC, img_BIC), dim=1)
 
 
@@ -145,7 +154,9 @@ class Embedder(nn.Module):
 class Flux(ModelPart):
     """Flux, or a part of it. See ``ModelPart``."""
 
-    def __init__(self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None
+    ) -> None:
         """Build the named modules on the current default device.
 
         Args:
@@ -261,7 +272,9 @@ class Flux(ModelPart):
             assert guidance_B is not None, "model.options.guidance needs the strength of guidance"
             vec_BC = vec_BC + self.guidance_in(sinusoids(guidance_B, width))
         vec_BC = vec_BC + self.vector_in(pooled_BP)
-        x_BTC = torch.cat((self.txt_in(text_BLD.to(dtype)), self.img_in(image_BIP.to(dtype))), dim=1)
+        x_BTC = torch.cat(
+            (self.txt_in(text_BLD.to(dtype)), self.img_in(image_BIP.to(dtype))), dim=1
+        )
         # Tokens of the caption in the residual stream, which tensor parallel may have split.
         text = x_BTC.shape[1] * self.flux.text_length // self.seq_len
         rope = self.rope, self._joined_rope(self.rope.shape[1] // x_BTC.shape[1])
@@ -276,7 +289,9 @@ class Flux(ModelPart):
         if pieces == 1:
             return self.rope
         text = self.rope.shape[1] * self.flux.text_length // self.seq_len
-        parts = [part.unflatten(1, (pieces, -1)) for part in (self.rope[:, :text], self.rope[:, text:])]
+        parts = [
+            part.unflatten(1, (pieces, -1)) for part in (self.rope[:, :text], self.rope[:, text:])
+        ]
         return torch.cat(parts, dim=2).flatten(1, 2)
 
 

@@ -75,7 +75,9 @@ class ImageBatch(NamedTuple):
             return self
         copy = self.each(
             lambda tensor: (
-                tensor if tensor.device.type != "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+                tensor
+                if tensor.device.type != "cpu"
+                else tensor.pin_memory().to(device, non_blocking=True)
             )
         )
         return copy._replace(numbers_B=self.numbers_B)
@@ -123,7 +125,9 @@ class FlowExecutor:
             ("model.options.pooled_dim", flux.pooled_dim, batch.pooled_BP.shape[1]),
         )
         if differing := [each for each in sizes if each[1] != each[2]]:
-            rules = "; ".join(f"{name} is {own}, and the data has {found}" for name, own, found in differing)
+            rules = "; ".join(
+                f"{name} is {own}, and the data has {found}" for name, own, found in differing
+            )
             works = " ".join(f"{name}={found}" for name, _, found in differing)
             raise DataError(f"{rules}; would work: {works}")
         self.part.set_grid(rows, columns)
@@ -191,7 +195,9 @@ def _normals(purpose: str, numbers: list[int], like: Tensor, seed: int) -> Tenso
     """Standard normal values with the shape of ``like``, float32; each row by the number of its sample."""
     rows = [
         torch.randn(
-            like.shape[1:], generator=generator_of(seed, purpose, number, like.device), device=like.device
+            like.shape[1:],
+            generator=generator_of(seed, purpose, number, like.device),
+            device=like.device,
         )
         for number in numbers
     ]

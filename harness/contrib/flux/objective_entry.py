@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.config.data_kinds import DATA_KINDS
-from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig, SheetConfig, flow_of, flux_of, sheet_of
+from harness.contrib.flux.config import (
+    PATCH,
+    PIXELS,
+    FlowConfig,
+    SheetConfig,
+    flow_of,
+    flux_of,
+    sheet_of,
+)
 from harness.metrics.columns import Metric
 from harness.train.objective import Objective
 from harness.util.errors import ConfigError, divisors
@@ -32,7 +40,9 @@ class FlowMatching(Objective):
     options = FlowConfig
     validation_options = SheetConfig
     metrics = (
-        Metric("images_per_second", "images/s", "Pictures of all ranks.", "`model.architecture=flux`"),
+        Metric(
+            "images_per_second", "images/s", "Pictures of all ranks.", "`model.architecture=flux`"
+        ),
     )
 
     def rates(self, samples_per_second: float | None) -> dict[str, float | None]:
@@ -47,17 +57,22 @@ class FlowMatching(Objective):
             ("training.loss_chunks", training.loss_chunks, 1, "the loss has no vocabulary"),
             ("schedule.seq_len", job.schedule.seq_len, [], "a picture cannot be cut"),
             ("evaluation.interval", job.evaluation.interval, 0, "the tasks are texts"),
-            ("parallelism.pp", layout.pp, 1, "stages pass on one tensor, and blocks need a second one"),
+            (
+                "parallelism.pp",
+                layout.pp,
+                1,
+                "stages pass on one tensor, and blocks need a second one",
+            ),
         ):
             if value != works:
                 rule = f"is not possible with model.architecture=flux: {why}"
                 raise ConfigError(field, value, rule, str(works))
         guidance = flow_of(job).guidance
         if not flux_of(job.model).guidance and guidance != FlowConfig().guidance:
-            rule = (
-                f"is read only with model.options.guidance=true, and model={job.model.name} has no such input"
+            rule = f"is read only with model.options.guidance=true, and model={job.model.name} has no such input"
+            raise ConfigError(
+                "training.objective_options.guidance", guidance, rule, [FlowConfig().guidance]
             )
-            raise ConfigError("training.objective_options.guidance", guidance, rule, [FlowConfig().guidance])
         if layout.cp > 1 and layout.cp_method == "ring":
             rule = "its kernels support the causal mask only, and model.architecture=flux has none"
             raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
@@ -88,7 +103,9 @@ class FlowMatching(Objective):
             raise ConfigError("training.seq_len", length, rule, divides)
         if flux_of(job.model).token_width % layout.tp:
             rule = f"must divide the {flux_of(job.model).token_width} values of a token"
-            raise ConfigError("parallelism.tp", layout.tp, rule, divisors(flux_of(job.model).token_width))
+            raise ConfigError(
+                "parallelism.tp", layout.tp, rule, divisors(flux_of(job.model).token_width)
+            )
 
     def for_generation(
         self, data: DataConfig, training: TrainingConfig, model: ModelConfig
@@ -115,7 +132,9 @@ class FlowMatching(Objective):
 
         return FlowExecutor(job, parts[0], loss)
 
-    def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
+    def build_loader(
+        self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any
+    ) -> Loader:
         from harness.contrib.flux.pictures.loader import build_loader
 
         return build_loader(job, rows, split, **process)

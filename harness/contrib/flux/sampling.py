@@ -59,7 +59,10 @@ def write_sheet(path: Path, pictures: Sequence[np.ndarray], captions: Sequence[s
     factor = -(-LEAST_WIDTH // width)
     wide = width * factor
     high = height * factor
-    texts = [textwrap.wrap(caption, max(1, int(wide * _CHARACTERS_PER_PIXEL)))[:4] for caption in captions]
+    texts = [
+        textwrap.wrap(caption, max(1, int(wide * _CHARACTERS_PER_PIXEL)))[:4]
+        for caption in captions
+    ]
     below = max(map(len, texts)) * _LINE
     columns = min(_COLUMNS, len(pictures))
     rows = -(-len(pictures) // columns)
@@ -69,7 +72,9 @@ def write_sheet(path: Path, pictures: Sequence[np.ndarray], captions: Sequence[s
     for i, (picture, lines) in enumerate(zip(pictures, texts, strict=True)):
         left = _MARGIN + i % columns * cell[0]
         top = _MARGIN + i // columns * cell[1]
-        sheet.paste(Image.fromarray(picture).resize((wide, high), Image.Resampling.NEAREST), (left, top))
+        sheet.paste(
+            Image.fromarray(picture).resize((wide, high), Image.Resampling.NEAREST), (left, top)
+        )
         for line, text in enumerate(lines):
             drawing.text((left, top + high + line * _LINE), text, fill="black")
     write_atomically(path, _png(sheet))
@@ -110,10 +115,14 @@ def sampling_times(steps: int, shift: float) -> list[float]:
     return [float(time) for time in factor * times / (1 + (factor - 1) * times)]
 
 
-def noise_of(seed: int, numbers: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
+def noise_of(
+    seed: int, numbers: Sequence[int], shape: Sequence[int], device: torch.device
+) -> Tensor:
     """Normal noise [B, *shape], float32; each row is a function of the seed and its number."""
     rows = [
-        torch.randn(*shape, generator=generator_of(seed, "sampled picture", number, device), device=device)
+        torch.randn(
+            *shape, generator=generator_of(seed, "sampled picture", number, device), device=device
+        )
         for number in numbers
     ]
     return torch.stack(rows)
@@ -163,7 +172,9 @@ class LatentSampler:
         reshard(self._part)
         return unpack(tokens_BIP, grid)
 
-    def _velocity(self, tokens_BIP: Tensor, captions: Embeddings, time: float, settings: Sampling) -> Tensor:
+    def _velocity(
+        self, tokens_BIP: Tensor, captions: Embeddings, time: float, settings: Sampling
+    ) -> Tensor:
         """Predict noise - data for all tokens of the pictures, float32."""
         part = self._part
         device = tokens_BIP.device
@@ -244,7 +255,9 @@ def generate(
     for part in model.ranks.gather(own):
         pictures |= part
     outcome = PictureFiles(size=size)
-    outcome.files = [str(Path(config.output) / f"{number:03}.png") for number in range(len(prompts))]
+    outcome.files = [
+        str(Path(config.output) / f"{number:03}.png") for number in range(len(prompts))
+    ]
     if model.ranks.rank == 0:
         for number, file in enumerate(outcome.files):
             write_picture(Path(file), pictures[number])

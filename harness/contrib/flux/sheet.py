@@ -37,7 +37,9 @@ class SampleSheet(Periodic):
         if channels != wanted:
             rule = f"its latents have {channels} channels, and model.options.latent_channels is {wanted}"
             works = "the autoencoder that made the latents, or validation.options.pictures=0"
-            raise ConfigError("data.options.autoencoder", encoders_of(job.data).autoencoder, rule, works)
+            raise ConfigError(
+                "data.options.autoencoder", encoders_of(job.data).autoencoder, rule, works
+            )
 
     def act(self, step: int) -> Row:
         """Sample the pictures, and write them on rank 0."""

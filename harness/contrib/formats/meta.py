@@ -54,7 +54,9 @@ class LlamaSource:
     def __init__(self, path: str | Path, model: ModelConfig) -> None:
         folder = Path(path)
         if model.family != "llama":
-            raise UserError(f"{folder}: Meta's files are read for model.family=llama, not {model.family}")
+            raise UserError(
+                f"{folder}: Meta's files are read for model.family=llama, not {model.family}"
+            )
         self._folder = folder
         self._model = model
         self._files = sorted(folder.glob(PATTERN))
@@ -68,7 +70,8 @@ class LlamaSource:
             merged[name] = merge(name, [shard[name].to("meta") for shard in shards], model)
         self._has_head = HEAD in merged
         self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(shape, merged[name].dtype) for name, shape in parameter_shapes(model).items()
+            name: TensorFacts(shape, merged[name].dtype)
+            for name, shape in parameter_shapes(model).items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -86,10 +89,14 @@ class LlamaSource:
 
     def _check_names(self, shards: list[dict[str, Tensor]]) -> None:
         model = self._model
-        expected = parameter_shapes(model) | ({HEAD: _shape_of(HEAD, model)} if HEAD in shards[0] else {})
+        expected = parameter_shapes(model) | (
+            {HEAD: _shape_of(HEAD, model)} if HEAD in shards[0] else {}
+        )
         for file, shard in zip(self._files, shards, strict=True):
             # Shapes are checked when the shards are merged.
-            check_tensors(str(file), model, {name: expected.get(name, ()) for name in shard}, expected)
+            check_tensors(
+                str(file), model, {name: expected.get(name, ()) for name in shard}, expected
+            )
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -165,7 +172,9 @@ def interleave_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
 
 def rotated_heads(name: str, config: ModelConfig) -> int | None:
     """The number of heads of wq or wk; None for other parameters."""
-    return {"wq.weight": config.n_heads, "wk.weight": config.n_kv_heads}.get(name.rpartition("attention.")[2])
+    return {"wq.weight": config.n_heads, "wk.weight": config.n_kv_heads}.get(
+        name.rpartition("attention.")[2]
+    )
 
 
 def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:

@@ -32,7 +32,9 @@ _LLMC_HEADER_BYTES = 1024
 _LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLMC_EXAMPLES = 20240522
 
-_MOST_MAPPED = 16384  # files mapped at once; Linux allows 65,530 maps in a process (vm.max_map_count)
+_MOST_MAPPED = (
+    16384  # files mapped at once; Linux allows 65,530 maps in a process (vm.max_map_count)
+)
 _MOST_CHECKED = 1 << 24  # entries at each end of an index; more would delay the start
 _SAMPLE = 1 << 15  # bytes at the beginning of a file that show how many bytes an id has
 _FEWEST = 8  # ids other than 0 in them; fewer show nothing
@@ -82,7 +84,11 @@ class TokenFile:
         return self._tokens()[begin:end].astype(np.int64)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        return np.empty(0, dtype=np.int64) if self._starts is None else self._starts.between(begin, end)
+        return (
+            np.empty(0, dtype=np.int64)
+            if self._starts is None
+            else self._starts.between(begin, end)
+        )
 
 
 def open_memmap(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
@@ -118,7 +124,9 @@ def _open_npy(file: Path, dtype: str | None) -> TokenFile:
     except Exception as error:  # the header is a Python literal, and numpy raises almost anything
         _refuse(file, f"is not a readable .npy file ({' '.join(str(error).split())})")
     if array.ndim != 1 or array.dtype.kind not in "ui":
-        _refuse(file, f"has {array.dtype} in {array.ndim} dimensions; ids are integers in one dimension")
+        _refuse(
+            file, f"has {array.dtype} in {array.ndim} dimensions; ids are integers in one dimension"
+        )
     if dtype not in (None, array.dtype.name):
         _refuse(file, f"has ids of {array.dtype}; would work: data.dtype={array.dtype}")
     return TokenFile(file, array.dtype.str, skip=array.offset, num_tokens=len(array))
@@ -136,7 +144,9 @@ def open_llmc(file: Path) -> TokenFile:
         _refuse(file, f"has magic {magic}; llm.c writes {' or '.join(map(str, _LLMC_KINDS))}")
     expected, dtype = _LLMC_KINDS[magic]
     if version != expected:
-        _refuse(file, f"has version {version}; llm.c's files of magic {magic} have version {expected}")
+        _refuse(
+            file, f"has version {version}; llm.c's files of magic {magic} have version {expected}"
+        )
     if num_tokens < 0:
         _refuse(file, f"has a header with {num_tokens} tokens")
     return TokenFile(file, dtype, skip=_LLMC_HEADER_BYTES, num_tokens=num_tokens)
@@ -152,7 +162,9 @@ def is_llmc(file: Path) -> bool:
 def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     """Open a .ds file of datatrove or nanotron, with its .index and .metadata if they exist."""
     if Path(f"{file}.loss").exists():
-        _refuse(file, "has a loss mask (.loss), which is not supported; would work: files without one")
+        _refuse(
+            file, "has a loss mask (.loss), which is not supported; would work: files without one"
+        )
     token_bytes = read_metadata(file)[1]
     dtype = dtype or {2: "uint16", 4: "uint32"}.get(token_bytes or 0)
     index = Path(f"{file}.index")
@@ -233,7 +245,10 @@ class MegatronIndex:
         if version != 1:
             _refuse(index, f"has version {version} of Megatron's index; version 1 is read")
         if code not in _MEGATRON_DTYPES:
-            _refuse(index, f"has type code {code}, which is no type of integers; {_MEGATRON_DTYPES} are read")
+            _refuse(
+                index,
+                f"has type code {code}, which is no type of integers; {_MEGATRON_DTYPES} are read",
+            )
         without_modes = _MEGATRON_HEADER.size + 12 * sequences + 8 * documents
         if documents < 1 or size_of(index) not in (without_modes, without_modes + sequences):
             counts = f"{sequences} sequences and {documents} document boundaries"
@@ -274,7 +289,10 @@ class MegatronIndex:
         pointers = self._pointers()
         firsts = self._firsts()
         if int(firsts[0]) != 0 or int(firsts[-1]) != self._sequences:
-            _refuse(self._file, f"its documents do not begin with sequence 0 and end with {self._sequences}")
+            _refuse(
+                self._file,
+                f"its documents do not begin with sequence 0 and end with {self._sequences}",
+            )
         for part in _both_ends(self._boundaries):
             if np.any(np.diff(firsts[part]) < 0):
                 _refuse(self._file, "the first sequences of its documents are not ascending")
@@ -314,7 +332,9 @@ def _refuse(file: Path, problem: str) -> NoReturn:
     raise DataError(f"{file}: {problem}")
 
 
-def _each(open_file: Callable[[Path, Opening], Tokens]) -> Callable[[list[Path], Opening], list[Tokens]]:
+def _each(
+    open_file: Callable[[Path, Opening], Tokens],
+) -> Callable[[list[Path], Opening], list[Tokens]]:
     return lambda files, opening: [open_file(file, opening) for file in files]
 
 
@@ -333,15 +353,20 @@ LLMC = TokenFormat(
 MEMMAP = TokenFormat(
     endings=(".bin", ".npy"),
     recognizes=lambda file: (
-        file.suffix == ".npy" or (file.suffix == ".bin" and not is_megatron(file) and not is_llmc(file))
+        file.suffix == ".npy"
+        or (file.suffix == ".bin" and not is_megatron(file) and not is_llmc(file))
     ),
     reads=("dtype",),
-    open=_each(lambda file, opening: open_memmap(file, opening.data.dtype, opening.limit.vocab_size)),
+    open=_each(
+        lambda file, opening: open_memmap(file, opening.data.dtype, opening.limit.vocab_size)
+    ),
 )
 DATATROVE = TokenFormat(
     endings=(".ds",),
     companions=dict.fromkeys((".ds.index", ".ds.metadata", ".ds.loss")),
     reads=("dtype",),
     tokenizer_of=lambda file: read_metadata(file)[0],
-    open=_each(lambda file, opening: open_datatrove(file, opening.data.dtype, opening.limit.vocab_size)),
+    open=_each(
+        lambda file, opening: open_datatrove(file, opening.data.dtype, opening.limit.vocab_size)
+    ),
 )

@@ -39,12 +39,16 @@ def saved_files(folder: Path) -> list[Path]:
             )
         if not (folder / _SAVED).is_file():
             return []
-        names = [file["filename"] for file in read_object(folder / _SAVED, DataError)["_data_files"]]
+        names = [
+            file["filename"] for file in read_object(folder / _SAVED, DataError)["_data_files"]
+        ]
         if others := [name for name in names if not is_file_name(name)]:
             raise ValueError(f"{others[0]!r} is no name of a file in it")
         return [folder / name for name in names]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{folder}: its {_SAVED} or {_SAVED_SPLITS} is damaged: {error!r}") from error
+        raise DataError(
+            f"{folder}: its {_SAVED} or {_SAVED_SPLITS} is damaged: {error!r}"
+        ) from error
 
 
 def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
@@ -60,7 +64,11 @@ def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
         reader = ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
         index = reader.schema.names.index(_field_of(reader.schema, field, file))
         parts = [_part_of(file, field, batch, index) for batch in _batches_of(reader)]
-    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: names that are not UTF-8
+    except (
+        OSError,
+        ValueError,
+        pyarrow.ArrowException,
+    ) as error:  # ValueError: names that are not UTF-8
         reason = " ".join(str(error).split())
         raise DataError(f"{file}: is no readable Arrow file ({reason})") from error
     first = mapped.address
@@ -68,7 +76,9 @@ def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
     for part in parts:
         if len(part.tokens) and not first <= part.tokens.ctypes.data < last:
             rule = "is compressed, so it cannot be read in place"
-            raise DataError(f"{file}: {rule}; would work: a Parquet file, or Arrow without compression")
+            raise DataError(
+                f"{file}: {rule}; would work: a Parquet file, or Arrow without compression"
+            )
     return parts
 
 

@@ -56,7 +56,11 @@ def _reordered(
         heads = rotated_heads(name, model)
         return tensor if heads is None else reorder(tensor, heads)
 
-    return Changed(source, change) if INTERLEAVES.get(model.family) and not model.rope.interleaved else source
+    return (
+        Changed(source, change)
+        if INTERLEAVES.get(model.family) and not model.rope.interleaved
+        else source
+    )
 
 
 def check_torchtitan(model: ModelConfig) -> None:
@@ -90,7 +94,9 @@ def torchtitan_arguments(model: ModelConfig) -> str:
         "high_freq_factor": rope.high_freq_factor,
         "original_max_position_embeddings": rope.original_max_position,
     }
-    return ", ".join([common, 'scaling="llama"', *(f"{name}={value:g}" for name, value in scaling.items())])
+    return ", ".join(
+        [common, 'scaling="llama"', *(f"{name}={value:g}" for name, value in scaling.items())]
+    )
 
 
 class Torchtitan:

@@ -48,7 +48,9 @@ class Point:
             return Job.read(self.run_dir / "job.json")
         except FileNotFoundError:
             command = " ".join(self.overrides)
-            raise UserError(f"{self.run_dir}: the run folder is gone; it was created by: {command}") from None
+            raise UserError(
+                f"{self.run_dir}: the run folder is gone; it was created by: {command}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class SweepFolder:
                 f"{self.path}: another process is starting the jobs of this sweep; wait for it"
             ) from None
         except OSError as error:
-            raise UserError(f"{self.path}: cannot write the folder of the sweep: {error}") from error
+            raise UserError(
+                f"{self.path}: cannot write the folder of the sweep: {error}"
+            ) from error
         try:
             yield
         finally:
@@ -125,7 +129,9 @@ class SweepFolder:
             repair_tail(self.path / FILE)
             with (self.path / FILE).open("ab") as file:
                 now = time.time()
-                file.write("".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode())
+                file.write(
+                    "".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode()
+                )
                 sync_file(file)
 
     def points(self) -> list[Point]:
@@ -201,7 +207,9 @@ def points_in(folder: Path, levels: int = 1) -> list[Point]:
         return sweep.points()
     found = run_folders(folder, levels)
     if not found:
-        works = sweep.neighbours() or "; would work: harness train, or the folder that runs_dir= names"
+        works = (
+            sweep.neighbours() or "; would work: harness train, or the folder that runs_dir= names"
+        )
         raise UserError(f"{folder}: no runs{works}")
     return [Point(path.name, path, typed_overrides(path)) for path in found]
 
@@ -268,7 +276,8 @@ def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
 
 
 OF_THE_COMMAND = tuple(
-    f"cluster.{name}" for name in ("confirm_gpu_hours", "dry_run", "max_running", "parsable", "wait")
+    f"cluster.{name}"
+    for name in ("confirm_gpu_hours", "dry_run", "max_running", "parsable", "wait")
 )
 """Labels that configure the command that starts a sweep, not its runs."""
 
@@ -336,7 +345,9 @@ def _differing_labels(first: Job, second: Job) -> list[str]:
     # Both jobs have the same fields: a run folder has one set of data.sources.
     for (name, _, left), (_, _, right) in zip(leaves(first), leaves(second), strict=True):
         if isinstance(left, dict) and isinstance(right, dict):
-            names += [f"{name}.{key}" for key in {**left, **right} if left.get(key) != right.get(key)]
+            names += [
+                f"{name}.{key}" for key in {**left, **right} if left.get(key) != right.get(key)
+            ]
         elif left != right:
             names.append(name)
     return names

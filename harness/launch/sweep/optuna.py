@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.compose.composer import SETTINGS, Composed, Composer, SweepSpace, read_space, with_effect
+from harness.compose.composer import (
+    SETTINGS,
+    Composed,
+    Composer,
+    SweepSpace,
+    read_space,
+    with_effect,
+)
 from harness.compose.override import parse
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
@@ -99,7 +106,9 @@ def run_study(
         settings: StudySettings = from_dict(StudySettings, space.settings, SETTINGS)
         check_rules(settings, SETTINGS)
         check_objective(settings.objective)
-        direction = settings.direction or natural_direction(settings.objective, f"{SETTINGS}direction")
+        direction = settings.direction or natural_direction(
+            settings.objective, f"{SETTINGS}direction"
+        )
         if not space.axes:
             works = "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
             raise UserError(f"sweep=optuna: there are no axes to choose from; would work: {works}")
@@ -129,7 +138,9 @@ def run_study(
 def _folder(composer: Composer, fixed: list[str]) -> Path:
     # Its name is composed without the axes.
     config = composer.config(fixed, resolve=True)
-    from_dict(composer.schema, config, unset=UNSET)  # raises for a value that has a wrong type in every point
+    from_dict(
+        composer.schema, config, unset=UNSET
+    )  # raises for a value that has a wrong type in every point
     job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
     job.validate_folder()
@@ -189,7 +200,9 @@ class Study:
         if self._done:
             words = f"{left} of {self._done + left} trials left"
         sys.stderr.write(f"{self.folder.path}: {self.record.describe()} by optuna, {words}\n")
-        distributions = {override_key(name): distribution(axis) for name, axis in self.space.axes.items()}
+        distributions = {
+            override_key(name): distribution(axis) for name, axis in self.space.axes.items()
+        }
         while left:
             size = min(left, self.settings.n_jobs)
             batch = waiting[:size]
@@ -199,7 +212,9 @@ class Study:
                     batch.append(stored.ask(distributions))
             except Exception as error:
                 raise UserError(f"sweep=optuna: {one_line(str(error))}") from error
-            values = self._run_batch([self.compose(self._overrides(trial.params)) for trial in batch])
+            values = self._run_batch(
+                [self.compose(self._overrides(trial.params)) for trial in batch]
+            )
             for trial, value in zip(batch, values, strict=True):
                 if isinstance(value, PointFailedError):
                     stored.tell(trial.number, state=TrialState.FAIL)
@@ -209,10 +224,10 @@ class Study:
             self._done += size
             failed = [value for value in values if isinstance(value, PointFailedError)]
             if len(failed) > self.settings.max_failure_rate * size:
-                works = (
-                    f"{SETTINGS}max_failure_rate=1, or {SETTINGS}failed=VALUE, the value of a failed point"
+                works = f"{SETTINGS}max_failure_rate=1, or {SETTINGS}failed=VALUE, the value of a failed point"
+                raise UserError(
+                    f"sweep=optuna: ends at a failed point: {failed[0]}; would work: {works}"
                 )
-                raise UserError(f"sweep=optuna: ends at a failed point: {failed[0]}; would work: {works}")
 
     def show(self) -> int:
         """Print the table of all points and the best of them; return the exit code."""
@@ -254,7 +269,9 @@ class Study:
             sampler = getattr(optuna.samplers, SAMPLERS[self.settings.sampler])
             study.sampler = sampler(seed=seed, **self.settings.sampler_options)
         except (TypeError, ValueError, ImportError) as error:
-            raise UserError(f"{SETTINGS}sampler={self.settings.sampler}: {one_line(str(error))}") from error
+            raise UserError(
+                f"{SETTINGS}sampler={self.settings.sampler}: {one_line(str(error))}"
+            ) from error
         return study
 
     def _overrides(self, params: dict[str, Any]) -> list[str]:
@@ -271,9 +288,15 @@ class Study:
         for point in points:
             if point.job.cluster.dry_run:
                 rule = "shows a sweep whose points are known before it starts"
-                raise ConfigError("cluster.dry_run", True, rule, "the overrides of one point, without -m")
+                raise ConfigError(
+                    "cluster.dry_run", True, rule, "the overrides of one point, without -m"
+                )
             RunFolder(point.run_dir).plan(point.job, point.overrides)
-        skipped = [Skipped(composed.overrides, composed.reason) for composed in batch if composed.job is None]
+        skipped = [
+            Skipped(composed.overrides, composed.reason)
+            for composed in batch
+            if composed.job is None
+        ]
         self.folder.add(points, skipped)
         here = self._submit(points, len(batch))
         values: dict[int, float | PointFailedError] = {}
@@ -310,7 +333,10 @@ class Study:
         known = [values[index] for index in range(len(batch))]
         if self.settings.failed is None:
             return known
-        return [self.settings.failed if isinstance(value, PointFailedError) else value for value in known]
+        return [
+            self.settings.failed if isinstance(value, PointFailedError) else value
+            for value in known
+        ]
 
     def _submit(self, points: Sequence[Point], batch: int) -> dict[Path, Point]:
         """Submit the points that need it to SLURM; return those to run here, by run folder."""
@@ -318,7 +344,9 @@ class Study:
         selection = Selection.of(self.folder, fresh, states_of(fresh))
         self._tried |= {point.run_dir for point in selection.wanted}
         if selection.remote:
-            if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch
+            if (
+                not self._is_confirmed
+            ):  # once, for the cost of all points, estimated by the first batch
                 batches = math.ceil((self.settings.n_trials - self._done) / batch)
                 confirm([point.job for point in selection.remote] * batches)
                 self._is_confirmed = True
@@ -348,7 +376,9 @@ def distribution(axis: Any) -> optuna.distributions.BaseDistribution:
 
     value = axis.value()
     if axis.is_interval_sweep():
-        kind: Any = IntDistribution if isinstance(value.start + value.end, int) else FloatDistribution
+        kind: Any = (
+            IntDistribution if isinstance(value.start + value.end, int) else FloatDistribution
+        )
         return kind(value.start, value.end, log="log" in value.tags)
     values = list(axis.sweep_iterator(transformer=Transformer.encode))
     if isinstance(value, RangeSweep) and not value.shuffle:

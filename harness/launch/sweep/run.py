@@ -160,7 +160,9 @@ class Selection:
             lines.append(f"  {cost_in_words([point.job for point in self.remote])}")
         started = [*self.wanted, *self.oom]
         states = Counter(
-            each.state for point, each in zip(self.points, self.seen, strict=True) if point not in started
+            each.state
+            for point, each in zip(self.points, self.seen, strict=True)
+            if point not in started
         )
         lines += [f"  {count} {state} already" for state, count in states.items()]
         if self.oom:
@@ -181,7 +183,11 @@ class Selection:
         typed = {os.path.normpath(point.run_dir) for point in self.points}
         listed = self.folder.points()
         others = [each.run_dir for each in listed if os.path.normpath(each.run_dir) not in typed]
-        busy = [each for each in (*self.seen, *read_states(others)) if each.state in BUSY and each.job_record]
+        busy = [
+            each
+            for each in (*self.seen, *read_states(others))
+            if each.state in BUSY and each.job_record
+        ]
         limit = min((point.job.cluster.max_running for point in self.remote), default=1)
         if limit > len(busy):
             return arrays_of(self.remote, limit - len(busy)), []
@@ -192,7 +198,9 @@ class Selection:
         """Return an array as it is submitted under a name, after other jobs."""
         run_dirs = [each.run_dir for each in array.points]
         jobs = [each.job for each in array.points]
-        return Submission(jobs, run_dirs, self.folder.path, name, at_once=array.at_once, after=after)
+        return Submission(
+            jobs, run_dirs, self.folder.path, name, at_once=array.at_once, after=after
+        )
 
     def submit(self) -> None:
         """Submit the points for SLURM; those of equal shape form one array."""
@@ -224,7 +232,9 @@ def sweep(composed: Sequence[Composed]) -> int:
             skipped.append(Skipped(each.overrides, each.reason, swept))
     if not legal:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
-        raise UserError(f"none of {plural(len(composed), 'point')} is a valid job:\n{reasons}".rstrip())
+        raise UserError(
+            f"none of {plural(len(composed), 'point')} is a valid job:\n{reasons}".rstrip()
+        )
     folder = SweepFolder(folder_of([each.job for each in legal]))
     points = [in_group(point, folder) for point in unique_points(legal)]
     if legal[0].job.cluster.dry_run:
@@ -278,8 +288,12 @@ def _start(
     Return whether the user interrupted the sweep, and whether all started points were only submitted.
     """
     for point in points:
-        SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
-    selection = Selection.of(folder, points, states_of(points), out_of_memory=out_of_memory, rerun=rerun)
+        SlurmJobRecord.read(
+            point.run_dir
+        )  # without a readable record a point could be submitted twice
+    selection = Selection.of(
+        folder, points, states_of(points), out_of_memory=out_of_memory, rerun=rerun
+    )
     sys.stderr.write(selection.in_words(skipped))
     if selection.remote:
         confirm([point.job for point in selection.remote])
@@ -310,7 +324,9 @@ def _show_dry(folder: SweepFolder, points: Sequence[Point], skipped: Sequence[Sk
     arrays, first = selection.arrays()
     for array in arrays:
         after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
-        sys.stdout.write(f"{selection.submission(array, folder.name, after).script(planned=True)}\n")
+        sys.stdout.write(
+            f"{selection.submission(array, folder.name, after).script(planned=True)}\n"
+        )
     return EXIT_OK
 
 
@@ -368,7 +384,9 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
         return True
 
 
-def _finish(folder: SweepFolder, points: Sequence[Point], stopped: bool, submitted_only: bool) -> int:
+def _finish(
+    folder: SweepFolder, points: Sequence[Point], stopped: bool, submitted_only: bool
+) -> int:
     names = labels([each.overrides for each in points])
     waits = any(each.job.cluster.wait for each in points)
     if submitted_only and not waits:
@@ -405,4 +423,6 @@ def log_table(folder: SweepFolder, points: Sequence[Point], seen: Sequence[RunSt
         log_sweep(logged[0].metrics, folder.path, folder.name, table)
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.
-        sys.stderr.write(f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n")
+        sys.stderr.write(
+            f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n"
+        )

@@ -36,7 +36,9 @@ class TextStream:
         stops: strings that end the text; they are not part of it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._ids = list(prompt[-CONTEXT:])
@@ -79,7 +81,9 @@ class TextStream:
         """Text that was not shown; without an end that may be the beginning of a stop string."""
         end = len(self.text)
         if not last and not self.is_stopped:
-            end -= max((_overlap(self.text[self._shown :], stop) for stop in self._stops), default=0)
+            end -= max(
+                (_overlap(self.text[self._shown :], stop) for stop in self._stops), default=0
+            )
         shown = self.text[self._shown : end]
         self._shown = end
         return shown
@@ -93,7 +97,9 @@ def _complete(text: str) -> str:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that ``stop`` begins with."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )
 
 
 # B: sequences, T: tokens of a prompt, N: new tokens, V: vocabulary
@@ -172,14 +178,18 @@ class Passes:
         of_fsdp = isinstance(model.part, FSDPModule)
         self._captures = model.device.type == "cuda" and not (needs_host or of_fsdp)
 
-    def begin(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> HostCopy:
+    def begin(
+        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int
+    ) -> HostCopy:
         """Run the pass over prompts; return the first new token of each, [B]."""
         device = self.model.device
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         if len(prompts) != len(self._lengths_B):
             self._graph = None
-        tokens_BT = torch.tensor([[*prompt, *[PADDING] * (longest - len(prompt))] for prompt in prompts])
+        tokens_BT = torch.tensor(
+            [[*prompt, *[PADDING] * (longest - len(prompt))] for prompt in prompts]
+        )
         self._tokens_B = kept(self._tokens_B, tokens_BT[:, 0].to(device))
         self._lengths_B = kept(self._lengths_B, torch.tensor(lengths, device=device))
         self.sampler.begin(numbers, most, device)
@@ -347,7 +357,9 @@ class _Batch:
         self.numbers = [number for number, _ in numbered]
         self.prompts = [prompt.ids for _, prompt in numbered]
         self.streams = [TextStream(tokenizer, prompt, self.config.stop) for prompt in self.prompts]
-        self.texts = [Generated(number, prompt.text, len(prompt.ids)) for number, prompt in numbered]
+        self.texts = [
+            Generated(number, prompt.text, len(prompt.ids)) for number, prompt in numbered
+        ]
 
     def run(self, passes: Passes, outcome: GeneratedTexts) -> None:
         """Generate, and add to the outcome's durations."""

@@ -96,7 +96,10 @@ class EvaluateJob(InferenceJob):
         # The longest pass that the model allows; the command shortens it to the longest row.
         length = max(unit, min(self.parallelism.padded(window), most // unit * unit))
         training = dataclasses.replace(
-            self.training, seq_len=length, local_batch_size=options.batch_size, global_batch_size=None
+            self.training,
+            seq_len=length,
+            local_batch_size=options.batch_size,
+            global_batch_size=None,
         )
         job = dataclasses.replace(self, training=training)
         return super(EvaluateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
@@ -127,10 +130,14 @@ def _check_tasks(names: Sequence[str]) -> None:
     columns = [name.removeprefix(LM_EVAL) for name in names]
     for column in columns:
         if columns.count(column) > 1:
-            raise ConfigError("evaluate.tasks", column, "two tasks have this name", "each task once")
+            raise ConfigError(
+                "evaluate.tasks", column, "two tasks have this name", "each task once"
+            )
 
 
-def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
+def rows_of(
+    job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]
+) -> list[Metrics]:
     """Rows of the file: metrics of each task, and what they were computed with."""
     described = {
         "checkpoint": found.path,
@@ -194,7 +201,9 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     if DATA in job.evaluate.tasks:
         data = choose_data(job, overrides, found)
         if data is None:
-            raise UserError(f"{found.path}: records no data; would work: data=NAME, an option of conf/data")
+            raise UserError(
+                f"{found.path}: records no data; would work: data=NAME, an option of conf/data"
+            )
         job = dataclasses.replace(job, data=data)
     setting = job.setting
     documents = None

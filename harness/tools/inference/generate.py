@@ -100,7 +100,9 @@ class GenerateJob(InferenceJob):
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
         """Also check the options of the generation; raise ConfigError for a wrong one."""
         if "" in self.generate.stop:
-            raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
+            raise ConfigError(
+                "generate.stop", self.generate.stop, "an empty string is in every text", "[]"
+            )
         generator = generator_of(self.model)
         config = self.generate
         self._refuse_fields(generator.ignores)
@@ -142,7 +144,9 @@ class Prompt:
     end_of_turn: int | None = None
 
 
-def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
+def read_prompts(
+    job: GenerateJob, found: Sequence[str | Conversation], tokenizer: Tokenizer
+) -> list[Prompt]:
     """Tokenize all prompts, as ``read_texts`` returns them."""
     config = job.generate
     if config.chat:
@@ -152,7 +156,9 @@ def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenize
         prompts = [Prompt(text, with_bos(encode(text), tokenizer)) for text in map(str, found)]
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.ids:
-            raise UserError(f"prompt {number}: is empty, and the tokenizer has no token to begin with")
+            raise UserError(
+                f"prompt {number}: is empty, and the tokenizer has no token to begin with"
+            )
         if max(prompt.ids) >= job.model.vocab_size:
             raise UserError(
                 f"prompt {number}: has token {max(prompt.ids)}, and model.vocab_size={job.model.vocab_size}; "
@@ -164,7 +170,10 @@ def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenize
 def read_texts(job: GenerateJob) -> list[str | Conversation]:
     """Read all prompts, as text; with generate.chat also conversations."""
     config = job.generate
-    found: list[str | Conversation] = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
+    found: list[str | Conversation] = [
+        *([] if job.prompt is None else [job.prompt]),
+        *config.prompts,
+    ]
     if config.prompt_file is not None:
         found += _lines(config.prompt_file, with_messages=config.chat is not None)
     if not found:
@@ -179,8 +188,12 @@ def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer)
         tokenizer, None if chat == OWN else chat, date.today().isoformat(), "generate.chat"
     )
     end = tokenizer.special_ids.get(template.end_of_turn or "")
-    conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
-    texts = [require_text(template.render(each, add_generation_prompt=True)) for each in conversations]
+    conversations = [
+        [{"role": "user", "content": each}] if isinstance(each, str) else each for each in found
+    ]
+    texts = [
+        require_text(template.render(each, add_generation_prompt=True)) for each in conversations
+    ]
     encoded = tokenizer.encode_marked(texts)
     return [Prompt(text, each.ids, end) for text, each in zip(texts, encoded, strict=True)]
 
@@ -221,7 +234,9 @@ def _numbered_lines(file: str) -> list[tuple[str, str]]:
     try:
         with nullcontext(sys.stdin) if file == STDIN else open(file, encoding="utf-8") as opened:
             # Not splitlines(), which also splits at separators that JSON allows inside of a text.
-            for number, line in enumerate(iter(partial(opened.readline, LONGEST_LINE + 1), ""), start=1):
+            for number, line in enumerate(
+                iter(partial(opened.readline, LONGEST_LINE + 1), ""), start=1
+            ):
                 where = f"{name}, line {number}"
                 if len(line) > LONGEST_LINE:
                     rule = f"has more than {LONGEST_LINE} characters"
@@ -243,7 +258,9 @@ def _parse_json(line: str, where: str) -> Any:
         row = parse(line)
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: has half a surrogate pair, which no tokenizer can read") from error
+        raise UserError(
+            f"{where}: has half a surrogate pair, which no tokenizer can read"
+        ) from error
     except ValueError as error:
         raise UserError(f"{where}: is not JSON: {error}") from error
     return row
@@ -252,7 +269,10 @@ def _parse_json(line: str, where: str) -> Any:
 def _prompt_of(line: str, where: str, with_messages: bool) -> str | Conversation:
     row = _parse_json(line, where)
     if with_messages and isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return [message_of(each, f"{where}, message {i}") for i, each in enumerate(row["messages"], start=1)]
+        return [
+            message_of(each, f"{where}, message {i}")
+            for i, each in enumerate(row["messages"], start=1)
+        ]
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
         raise UserError(f'{where}: has no text in "prompt"; would work: {{"prompt": "..."}}')
@@ -280,7 +300,9 @@ class Texts(Generator):
 
 
 def _rates_in_words(outcome: Any) -> str:
-    prefill, decode = ("-" if rate is None else f"{rate:,.0f}" for rate in rates_of(outcome).values())
+    prefill, decode = (
+        "-" if rate is None else f"{rate:,.0f}" for rate in rates_of(outcome).values()
+    )
     return (
         f"{outcome.prefill_tokens} prompt tokens in {outcome.prefill_seconds:.2f} s "
         f"({prefill} tokens/s), {outcome.decode_tokens} more in "

@@ -22,8 +22,20 @@ from harness.config.failures import describe_failure
 from harness.config.fields import label
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.train.process import importing_torch, keep_freed_memory, launched_ranks, openmp_environment
-from harness.util.errors import ConfigError, DataError, HarnessError, MachineError, UserError, one_line
+from harness.train.process import (
+    importing_torch,
+    keep_freed_memory,
+    launched_ranks,
+    openmp_environment,
+)
+from harness.util.errors import (
+    ConfigError,
+    DataError,
+    HarnessError,
+    MachineError,
+    UserError,
+    one_line,
+)
 from harness.weights.detect import WeightFolder, choose_tokenizer, chosen_source
 from harness.weights.tokenizer import gives_same_ids
 
@@ -68,7 +80,9 @@ class InferenceJob(Job):
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
         """Return overrides with ``checkpoint=PATH`` as the field it is short for, and the weights' model."""
         spelled = [
-            f"{cls.WEIGHTS}={each.removeprefix('checkpoint=')}" if each.startswith("checkpoint=") else each
+            f"{cls.WEIGHTS}={each.removeprefix('checkpoint=')}"
+            if each.startswith("checkpoint=")
+            else each
             for each in overrides
         ]
         parsed = [parse(each) for each in spelled]
@@ -90,7 +104,9 @@ class InferenceJob(Job):
         )
         if self.parallelism.pp == self.parallelism.cp == 1:
             # A generated position cannot be split, and every rank chooses from all logits.
-            layout = dataclasses.replace(self.parallelism, sequence_parallel=False, loss_parallel=False)
+            layout = dataclasses.replace(
+                self.parallelism, sequence_parallel=False, loss_parallel=False
+            )
             if self.model.moe.enabled and layout.tp > 1:
                 layout = dataclasses.replace(layout, expert_tensor_parallel=True)
             job = dataclasses.replace(job, parallelism=layout)
@@ -99,7 +115,8 @@ class InferenceJob(Job):
         # held once.
         width = job.precision.param_dtype
         return dataclasses.replace(
-            job, precision=dataclasses.replace(job.precision, master_dtype=width, reduce_dtype=width)
+            job,
+            precision=dataclasses.replace(job.precision, master_dtype=width, reduce_dtype=width),
         )
 
 
@@ -143,7 +160,9 @@ def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: Weigh
     try:
         theirs = build_tokenizer(dataclasses.replace(own, bos="", eos=""))
         is_same = gives_same_ids(build_tokenizer(chosen), theirs)
-    except DataError:  # the file is not where it was; one that is chosen is read again, and its error shown
+    except (
+        DataError
+    ):  # the file is not where it was; one that is chosen is read again, and its error shown
         return
     if not is_same:
         own_name, name = (config.path or config.kind for config in (own, chosen))
@@ -155,7 +174,9 @@ def _tokenizer_beside(found: WeightFolder) -> TokenizerConfig | None:
     """The tokenizer in a folder of safetensors, if there is one."""
     file = Path(found.path) / "tokenizer.json"
     return (
-        TokenizerConfig(kind="huggingface", path=str(file)) if found.kind == "hf" and file.is_file() else None
+        TokenizerConfig(kind="huggingface", path=str(file))
+        if found.kind == "hf" and file.is_file()
+        else None
     )
 
 

@@ -63,11 +63,17 @@ class Library:
             if name.removeprefix(LM_EVAL) not in known:
                 near = difflib.get_close_matches(name.removeprefix(LM_EVAL), known, _SHOWN, 0.0)
                 works = [f"{LM_EVAL}{each}" for each in near]
-                raise ConfigError("evaluate.tasks", name, "lm-evaluation-harness has no such task", works)
+                raise ConfigError(
+                    "evaluate.tasks", name, "lm-evaluation-harness has no such task", works
+                )
 
-    def evaluate(self, model: InferenceModel, scorer: Scorer, setting: Setting) -> dict[str, dict[str, Any]]:
+    def evaluate(
+        self, model: InferenceModel, scorer: Scorer, setting: Setting
+    ) -> dict[str, dict[str, Any]]:
         """Return the metrics of each task."""
-        return {name: self._evaluate(name, HarnessLM(model, scorer, setting)) for name in self.names}
+        return {
+            name: self._evaluate(name, HarnessLM(model, scorer, setting)) for name in self.names
+        }
 
     def _evaluate(self, name: str, lm: HarnessLM) -> dict[str, Any]:
         options = self.job.evaluate
@@ -88,7 +94,9 @@ class Library:
             if lm.has_answered:
                 raise
             reason = one_line(f"{type(error).__name__}: {error}")
-            raise UserError(f"{name}: lm-evaluation-harness cannot prepare the task: {reason}") from error
+            raise UserError(
+                f"{name}: lm-evaluation-harness cannot prepare the task: {reason}"
+            ) from error
         # Under torchrun lm_eval returns results on the first rank of a node only.
         return {} if found is None else metrics_of(name.removeprefix(LM_EVAL), found)
 
@@ -113,7 +121,9 @@ def metrics_of(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in values.items():
             metric, _, chosen = key.partition(",")
             if isinstance(value, int | float | np.number):
-                metrics[f"{before}{metric}{'' if chosen in ('', 'none') else f'.{chosen}'}"] = float(value)
+                metrics[f"{before}{metric}{'' if chosen in ('', 'none') else f'.{chosen}'}"] = (
+                    float(value)
+                )
         counts = found.get("n-samples", {}).get(task, {})
         if "effective" in counts:
             metrics[f"{before}examples"] = counts["effective"]
@@ -171,7 +181,9 @@ class HarnessLM(LM):  # type: ignore[misc]
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
         for numbers in groups.values():
             config = generation(requests[numbers[0]].args[1], self.model.job.local_batch_size)
-            prompts = [self._prompt(requests[number].args[0], config.max_new_tokens) for number in numbers]
+            prompts = [
+                self._prompt(requests[number].args[0], config.max_new_tokens) for number in numbers
+            ]
             longest = max(len(prompt.ids) for prompt in prompts)
             with _caching(self.model.part, longest + config.max_new_tokens):
                 made = generate_texts(self.model, prompts, config, self.setting.tokenizer)

@@ -48,7 +48,9 @@ class InferenceModel:
         self.ranks = RankGroup(job.cluster.start_timeout_seconds)
         layout = job.parallelism
         # What is split along the sequence or the vocabulary needs the hooks of training.
-        self.is_plain = not (layout.sequence_parallel or layout.loss_parallel or job.training.loss_chunks > 1)
+        self.is_plain = not (
+            layout.sequence_parallel or layout.loss_parallel or job.training.loss_chunks > 1
+        )
         self.parts = build_on_meta(job, self.mesh, device, plain=self.is_plain)
         for part in self.parts:
             allocate(part, device, torch.device("cpu") if job.parallelism.cpu_offload else device)
@@ -94,7 +96,9 @@ class InferenceModel:
             huggingface.load(found.path, self.job.model, state, self.ranks)
         elif found.kind == "dcp" and found.manifest:
             with opened(open_checkpoint(found.path), self.ranks) as reader:
-                named = {average_of(name): t for name, t in state.items()} if found.ema else dict(state)
+                named = (
+                    {average_of(name): t for name, t in state.items()} if found.ema else dict(state)
+                )
                 dcp.load(named, storage_reader=reader, process_group=self.ranks.group)
         else:
             self.ranks.everywhere(lambda: self._read(found, state))
@@ -107,7 +111,9 @@ class InferenceModel:
             local.copy_(full[tuple(slice(r.start, r.stop) for r in local_ranges(tensor))])
 
 
-def with_model(job: Job, device: torch.device, function: str, found: WeightFolder, *arguments: Any) -> Any:
+def with_model(
+    job: Job, device: torch.device, function: str, found: WeightFolder, *arguments: Any
+) -> Any:
     """Call a function on this rank, as ``harness.compose.generator.Request.run``."""
 
     def load(job: Job) -> InferenceModel:

@@ -78,7 +78,9 @@ class Scorer:
         """Length of a pass; one for all with pipelines, split sequences or compiled kernels."""
         job = self.job
         layout = self.job.parallelism
-        is_fixed = layout.pp > 1 or layout.cp > 1 or job.compile.enable or job.precision.linear != "none"
+        is_fixed = (
+            layout.pp > 1 or layout.cp > 1 or job.compile.enable or job.precision.linear != "none"
+        )
         if is_fixed or job.training.attention != "sdpa":
             return job.training.seq_len
         unit = math.lcm(LENGTH_UNIT, layout.tp)
@@ -114,10 +116,10 @@ def evaluate(
 
             loaded = Library(job, library)
         except ImportError as error:
-            rule = (
-                f"lm-evaluation-harness or a module of its tasks cannot be imported ({one_line(str(error))})"
-            )
-            raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'") from error
+            rule = f"lm-evaluation-harness or a module of its tasks cannot be imported ({one_line(str(error))})"
+            raise ConfigError(
+                "evaluate.tasks", library[0], rule, "pip install -e '.[eval]'"
+            ) from error
     model = InferenceModel(job, device)
     model.load(found)
     scorer = Scorer(model)
@@ -136,7 +138,9 @@ class EvaluationInLoop(observer.Periodic):
         UserError: there are none.
     """
 
-    meaning = "Loss of the held-out documents, `evaluation.data.<metric>`; a row of its own with `step`."
+    meaning = (
+        "Loss of the held-out documents, `evaluation.data.<metric>`; a row of its own with `step`."
+    )
     metrics = (Metric("evaluation.*", "number", meaning, "evaluation", line="{rest} {:.5g}"),)
 
     def __init__(self, run: observer.Run) -> None:

@@ -138,7 +138,9 @@ def encode_pair(context: str, continuation: str, setting: Setting) -> ScoredRow:
         ids = ids if ids[:1] == before else [*before, *ids]
     row = ScoredRow(np.asarray(ids), len(before))
     if row.start == 0:
-        raise UserError(f"{LM_EVAL} a context is empty, and the tokenizer has no token to begin with")
+        raise UserError(
+            f"{LM_EVAL} a context is empty, and the tokenizer has no token to begin with"
+        )
     if row.start >= len(ids):
         raise UserError(f"{LM_EVAL} the continuation {continuation!r} has no token of its own")
     return row
@@ -149,7 +151,11 @@ def _source(setting: Setting) -> tuple[Source, Any]:
     data = setting.data
     split = setting.split
     if not data.has_text or data.sources:
-        rule = "has several sources, and one is evaluated" if data.has_text else "has no text to evaluate"
+        rule = (
+            "has several sources, and one is evaluated"
+            if data.has_text
+            else "has no text to evaluate"
+        )
         raise ConfigError("data.kind", data.kind, rule, "data=local_text 'data.paths=[FILES]'")
     if split == "all":
         return source_of(data, "train")[0], lambda index: True
@@ -159,4 +165,7 @@ def _source(setting: Setting) -> tuple[Source, Any]:
         rule = "no documents are held out"
         works = "evaluate.split=all, or data.validation_paths"
         raise ConfigError("evaluate.split", split, rule, works) from error
-    return source, lambda index: fraction == 0 or is_held_out(index, fraction) == (split == "validation")
+    return (
+        source,
+        lambda index: fraction == 0 or is_held_out(index, fraction) == (split == "validation"),
+    )

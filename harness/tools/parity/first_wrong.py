@@ -96,7 +96,9 @@ def squares_of(engine: Engine, outcome: StepOutcome) -> dict[str, float]:
     return dict(zip(names, outcome.squares.tolist(), strict=True))
 
 
-def share_differences(expected: dict[str, float], found: Sequence[dict[str, float]]) -> dict[str, float]:
+def share_differences(
+    expected: dict[str, float], found: Sequence[dict[str, float]]
+) -> dict[str, float]:
     """Relative differences of the norms of gradients, as the ranks' shares add up to them."""
     differences = {}
     for name, square in expected.items():
@@ -201,7 +203,12 @@ def record(job_json: str, step: int) -> Record:
 
 
 def _keep(
-    calls: dict[str, list[Tensor]], name: str, pairs: bool, _: Any, inputs: tuple[Any, ...], output: Any
+    calls: dict[str, list[Tensor]],
+    name: str,
+    pairs: bool,
+    _: Any,
+    inputs: tuple[Any, ...],
+    output: Any,
 ) -> None:
     """Forward hook: keep a copy of a module's output [B, T, ...] or [B, ...]."""
     # Private, read in torch 2.13 to 2.15: not -1 inside of a backward pass, which recomputes modules.
@@ -218,7 +225,10 @@ def _keep(
 
 
 def first_wrong(
-    expected: Record, found: Sequence[Record], layout: ParallelismConfig, tolerances: tuple[float, float]
+    expected: Record,
+    found: Sequence[Record],
+    layout: ParallelismConfig,
+    tolerances: tuple[float, float],
 ) -> str | None:
     """Describe the first value that departs by more than its relative tolerance; None: none does.
 
@@ -244,8 +254,12 @@ def _in_order(
         yield f"value of {name}", _worst(name, whole, [each.weights for each in found])
     for name, whole in expected.outputs.items():
         # Rows of experts have another order on every layout.
-        holders = [each for each in found if name in each.outputs and len(whole) == len(expected.rows)]
-        parts = [(each.outputs[name], _part(whole, each.outputs[name], each, layout)) for each in holders]
+        holders = [
+            each for each in found if name in each.outputs and len(whole) == len(expected.rows)
+        ]
+        parts = [
+            (each.outputs[name], _part(whole, each.outputs[name], each, layout)) for each in holders
+        ]
         offs = [_off(own, part) for own, part in parts if own.shape == part.shape]
         yield f"output of {name}", max(offs, default=0.0)
     for name, value in expected.scalars.items():
@@ -260,7 +274,9 @@ def _in_order(
         yield name, _worst(name, whole, [each.results for each in found])
 
 
-def result_differences(expected: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+def result_differences(
+    expected: dict[str, Tensor], found: Sequence[dict[str, Tensor]]
+) -> dict[str, float]:
     """Relative differences of ``results_of``, the largest over ranks; infinite if no rank has one."""
     return {name: _worst(name, whole, found) for name, whole in expected.items()}
 

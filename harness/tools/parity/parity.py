@@ -75,10 +75,14 @@ class ParityConfig:
     def validate(self, training_steps: int) -> None:
         """Raise ConfigError for combinations that are not allowed."""
         if self.steps > training_steps:
-            raise ConfigError("parity.steps", self.steps, f"must be at most training.steps={training_steps}")
+            raise ConfigError(
+                "parity.steps", self.steps, f"must be at most training.steps={training_steps}"
+            )
         if self.random and self.layouts:
             rule = f"selects from the matrix, which parity.random={self.random} does not compare"
-            raise ConfigError("parity.layouts", self.layouts, rule, "parity.random=0, or no parity.layouts")
+            raise ConfigError(
+                "parity.layouts", self.layouts, rule, "parity.random=0, or no parity.layouts"
+            )
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,9 @@ class LayoutComparer:
     def _compare(self, name: str, job: Job) -> Verdict:
         with tempfile.TemporaryDirectory() as folder:
             resume_in = folder if self.config.resume else None
-            traces = self.pool.run(job.world_size, trace, job.to_json(), self.config.steps, resume_in)
+            traces = self.pool.run(
+                job.world_size, trace, job.to_json(), self.config.steps, resume_in
+            )
 
         def against(expected: Trace) -> Verdict:
             return compare(name, job.world_size, expected, traces, tolerances_of(job, self.config))
@@ -245,7 +251,9 @@ class LayoutComparer:
             verdict = against(self._reference(in_float32(alone)))
         if verdict.passed:
             return verdict
-        return dataclasses.replace(verdict, first_wrong=self._first_wrong(job, alone, expected, traces))
+        return dataclasses.replace(
+            verdict, first_wrong=self._first_wrong(job, alone, expected, traces)
+        )
 
     def _first_wrong(self, job: Job, alone: Job, expected: Trace, traces: list[Trace]) -> str:
         from harness.tools.parity.first_wrong import first_wrong, record
@@ -260,7 +268,9 @@ class LayoutComparer:
         # Compiled blocks have no modules to look into.
         eager = dataclasses.replace(job, compile=type(job.compile)())
         if job.activation_checkpoint.mode == "memory_budget":
-            eager = dataclasses.replace(eager, activation_checkpoint=type(job.activation_checkpoint)())
+            eager = dataclasses.replace(
+                eager, activation_checkpoint=type(job.activation_checkpoint)()
+            )
         for step in sorted({0, steps[-1], *differs[:1]}):
             [whole] = self.pool.run(1, record, alone.to_json(), step)
             found = self.pool.run(job.world_size, record, eager.to_json(), step)
@@ -275,7 +285,9 @@ class LayoutComparer:
         if alone.id not in self.references:
             for oldest in list(self.references)[: 1 - KEPT_REFERENCES]:
                 del self.references[oldest]
-            [self.references[alone.id]] = self.pool.run(1, trace, alone.to_json(), self.config.steps)
+            [self.references[alone.id]] = self.pool.run(
+                1, trace, alone.to_json(), self.config.steps
+            )
         return self.references[alone.id]
 
 
@@ -347,7 +359,9 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
         for row in rows:
             ranks = row.job.world_size
             if ranks > config.world_size:
-                out.write(f"{row.name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n")
+                out.write(
+                    f"{row.name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n"
+                )
                 skipped.append(row.name)
                 continue
             show(row.name)
@@ -371,7 +385,9 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
 
 def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) -> str:
     what = "compositions" if config.random else "layouts"
-    agreed = f"{agree} of {compared} {what} agree with one process over {plural(config.steps, 'step')}"
+    agreed = (
+        f"{agree} of {compared} {what} agree with one process over {plural(config.steps, 'step')}"
+    )
     if config.random:
         return f"{agreed} (seeds {config.seed} to {config.seed + config.random - 1})\n"
     loss, gradient = tolerances_of(job, config)
@@ -435,7 +451,9 @@ def compose_layouts(
             first = next(iter(jobs.values()), (0, job))[1]
             differing = differing_numerics(first, job)
             if differing:
-                raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
+                raise ConfigError(
+                    "parity.matrix", name, f"changes the numerics: {', '.join(differing)}"
+                )
             jobs[name] = (job.world_size, job)
     return jobs
 
@@ -448,7 +466,10 @@ def single_process(job: Job) -> Job:
     """
     rows = None if job.precision.linear == "none" else job.microbatch_size
     training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)
-    plain = {name: type(getattr(job, name))() for name in ("parallelism", "activation_checkpoint", "compile")}
+    plain = {
+        name: type(getattr(job, name))()
+        for name in ("parallelism", "activation_checkpoint", "compile")
+    }
     return resolve(dataclasses.replace(job, training=training, **plain), gpus=0)
 
 

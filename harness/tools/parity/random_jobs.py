@@ -18,7 +18,13 @@ from harness.launch.inputs import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
 DENSE = ("llama3_tiny", "qwen3_debug")
-MIXTURES = ("qwen3_moe_debug", "gpt_oss_debug", "deepseek_v2_debug", "deepseek_v3_debug", "llama4_debug")
+MIXTURES = (
+    "qwen3_moe_debug",
+    "gpt_oss_debug",
+    "deepseek_v2_debug",
+    "deepseek_v3_debug",
+    "llama4_debug",
+)
 DOCUMENTS = (
     "data=python_stdlib",
     "data.paths=['{stdlib}/json/*.py']",
@@ -29,7 +35,9 @@ SAMPLES = 500
 SAMPLES_PER_DEGREES = 25
 
 
-def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) -> tuple[list[str], Job]:
+def random_job(
+    composer: Composer, seed: int, ranks: int, fixed: Sequence[str]
+) -> tuple[list[str], Job]:
     """Sample a valid job.
 
     Args:
@@ -79,13 +87,17 @@ def _sample_groups(generator: random.Random) -> list[str]:
     return [f"model={model}", *(DOCUMENTS if generator.random() < 0.2 else ())]
 
 
-def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[str, int]) -> list[str]:
+def _sample_fields(
+    generator: random.Random, groups: list[str], degrees: dict[str, int]
+) -> list[str]:
 
     def chance(probability: float, *overrides: str) -> list[str]:
         return list(overrides) if generator.random() < probability else []
 
     def one(field: str, *values: object) -> list[str]:
-        return [f"{field}={generator.choice(values)}".replace("True", "true").replace("False", "false")]
+        return [
+            f"{field}={generator.choice(values)}".replace("True", "true").replace("False", "false")
+        ]
 
     sampled = [f"parallelism.{axis}={degree}" for axis, degree in degrees.items()]
     sampled += one("training.seq_len", 32, 48, 60)
@@ -119,13 +131,19 @@ def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[st
         sampled += one("model.tied_embeddings", True, False, False)
     if groups[1:]:
         return sampled + one("data.attend_across_documents", True, False)
-    return sampled + one("data", "synthetic", "synthetic_masked") + one("model.vocab_size", 256, 256, 259)
+    return (
+        sampled
+        + one("data", "synthetic", "synthetic_masked")
+        + one("model.vocab_size", 256, 256, 259)
+    )
 
 
 def _sample_sizes(generator: random.Random) -> list[str]:
     sampled = []
     if generator.random() < 0.2:
-        sampled.append(f"schedule.batch_size=[{{until_step:1,sequences:{generator.choice((2, 4))}}}]")
+        sampled.append(
+            f"schedule.batch_size=[{{until_step:1,sequences:{generator.choice((2, 4))}}}]"
+        )
     if generator.random() < 0.2:
         sampled.append(f"schedule.seq_len=[{{until_step:1,tokens:{generator.choice((12, 16))}}}]")
     return sampled

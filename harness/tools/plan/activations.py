@@ -86,7 +86,9 @@ class PartActivations:
 def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
     """Activations of one pre-norm block, its input included."""
     dim = config.dim
-    attention = _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
+    attention = (
+        _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
+    )
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
     norm_1 = norm_activations("attention_norm", dim)
@@ -111,7 +113,9 @@ def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> Pa
 
 def head_activations(config: ModelConfig) -> PartActivations:
     """The final norm and the output projection's input; logits are counted separately."""
-    out, gradient = (SavedTensor(name, config.dim, WHOLE) for name in ("norm.out", "grad of norm.out"))
+    out, gradient = (
+        SavedTensor(name, config.dim, WHOLE) for name in ("norm.out", "grad of norm.out")
+    )
     return PartActivations((*norm_activations("norm", config.dim), out), backward=(gradient,))
 
 
@@ -168,7 +172,11 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
         # model/kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
         padded += 8
         extra += (_inner("wo.in", q),)
-    tensors = _inner("q", heads * padded), _inner("k", groups * padded), _inner("v", groups * padded)
+    tensors = (
+        _inner("q", heads * padded),
+        _inner("k", groups * padded),
+        _inner("v", groups * padded),
+    )
     out = _inner("attended", heads * padded), _inner(LSE, heads, "float32")
     return PartActivations(
         kept=(*extra, *tensors, *out),
@@ -185,7 +193,8 @@ def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, .
     names = {} if config.attention.sinks else {"wv": "v"}
     leaves = [(linear.module.rpartition(".")[2], linear) for linear in linears]
     return tuple(
-        SavedTensor(names.get(leaf, leaf), linear.outputs, cuts[linear.split]) for leaf, linear in leaves
+        SavedTensor(names.get(leaf, leaf), linear.outputs, cuts[linear.split])
+        for leaf, linear in leaves
     )
 
 
@@ -215,7 +224,9 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     if padded:
         kept += (_inner("wo.in", value),)
     backward = _inner("grad of attended", value), _inner("grads of q, k, v", 2 * wide + up)
-    return PartActivations(kept, _attention_products(config, layer), always_saved=out, backward=backward)
+    return PartActivations(
+        kept, _attention_products(config, layer), always_saved=out, backward=backward
+    )
 
 
 def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
@@ -239,7 +250,9 @@ def _mixture(config: ModelConfig) -> PartActivations:
     rows = top_k * dim
     hidden = top_k * of.hidden_dim
 
-    def routed(name: str, width: float, dtype: str = "compute", by: SavedBy = SavedBy.ALL) -> SavedTensor:
+    def routed(
+        name: str, width: float, dtype: str = "compute", by: SavedBy = SavedBy.ALL
+    ) -> SavedTensor:
         return SavedTensor(f"moe.{name}", width, ROUTED, dtype, by)
 
     def inner(name: str, width: float, by: SavedBy = SavedBy.ALL) -> SavedTensor:
@@ -263,14 +276,23 @@ def _mixture(config: ModelConfig) -> PartActivations:
         else (inner("gate, up", 3 * hidden), inner("factors", 3 * hidden, SavedBy.EAGER))
     )
     kept += (inner("product", hidden),)
-    products: tuple[SavedTensor, ...] = (routed("router", experts, "float32"), inner("gate", hidden))
+    products: tuple[SavedTensor, ...] = (
+        routed("router", experts, "float32"),
+        inner("gate", hidden),
+    )
     products += (inner("up", hidden), routed("outputs", rows))
-    forward: tuple[SavedTensor, ...] = (routed("rows", rows), inner("gate, up, silu, product", 4 * hidden))
+    forward: tuple[SavedTensor, ...] = (
+        routed("rows", rows),
+        inner("gate, up, silu, product", 4 * hidden),
+    )
     backward: tuple[SavedTensor, ...] = (inner("grads", 2 * hidden), routed("grads of rows", rows))
     if of.shared_hidden_dim:
         shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
         kept = kept + shared.kept
         products = products + shared.products
         kept += (routed("router.in", dim, "widened", SavedBy.EAGER),)
-    choices = (routed("top scores", top_k, "float32"), routed("top experts, order", 2 * top_k, "int64"))
+    choices = (
+        routed("top scores", top_k, "float32"),
+        routed("top experts, order", 2 * top_k, "int64"),
+    )
     return PartActivations(kept, products, choices=choices, forward=forward, backward=backward)

@@ -57,7 +57,16 @@ class ElementWise:
 # 24 layers of 32,768 rows.
 EAGER = ElementWise()
 COMPILED = replace(
-    EAGER, residual=4, rotation=4, gate=6, clamped=0, bias=4, router=4, sort=10, kernels=8, expert_kernels=15
+    EAGER,
+    residual=4,
+    rotation=4,
+    gate=6,
+    clamped=0,
+    bias=4,
+    router=4,
+    sort=10,
+    kernels=8,
+    expert_kernels=15,
 )
 # Before torch 2.9 (github.com/pytorch/pytorch/pull/153666) an eager norm casts up, squares, averages, scales,
 # casts down and multiplies by the weight, one kernel each.
@@ -136,7 +145,9 @@ class Worker:
         eager = EAGER if self.machine.software.fused_norm else UNFUSED
         self.costs = COMPILED if job.compile.blocks else eager
         narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
-        has_tf32 = job.training.matmul_precision != "highest" and "tf32" in self.machine.device.peak_flops
+        has_tf32 = (
+            job.training.matmul_precision != "highest" and "tf32" in self.machine.device.peak_flops
+        )
         self.router_dtype = "tf32" if has_tf32 else "float32"
         # Emulated products are computed in float32.
         self.narrow = "float32" if job.precision.emulate else narrow
@@ -145,7 +156,9 @@ class Worker:
         ep = layout.ep
         self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
         # With one scale a tensor, inputs are cast before they are gathered (harness/precision/swap.py).
-        self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
+        self.casts_stream = (
+            job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
+        )
 
     def block(self, layer: int) -> BlockPasses:
         job = self.job
@@ -159,7 +172,9 @@ class Worker:
         others = passes + casts + casts_of_weights
         computing = products + attention + context.merging_seconds() + others
         # The host starts every kernel; the device waits for it if it is faster.
-        host = self.machine.constants.host * (self._kernels(operations) + len(operations.products) + 1)
+        host = self.machine.constants.host * (
+            self._kernels(operations) + len(operations.products) + 1
+        )
         if self.job.compile.cuda_graphs:
             host = 0.0
         tensor = self._tensor(operations, recompute=False)
@@ -171,7 +186,9 @@ class Worker:
         times = 2 if job.parallelism.pp > 1 else 1
         per_value = self.value_bytes + times * BYTES[job.precision.reduce_dtype]
         adding = self.machine.pass_seconds(self._held(operations, lambda product: True) * per_value)
-        weights = sum(self._product(product, of_weights=True) for product in operations.products) + adding
+        weights = (
+            sum(self._product(product, of_weights=True) for product in operations.products) + adding
+        )
         # Casts of gradients, and of inputs and weights along the other dimension.
         again = self._cast(operations, self.casts.gradient, of_inputs=False)
         again += self._cast(operations, self.casts.input_backward, of_inputs=True)
@@ -179,7 +196,9 @@ class Worker:
         biases = 0.0
         if job.model.moe.expert_bias:
             values = self._expert_rows(1) * self._biased_width(operations)
-            biases = self.machine.pass_seconds(values * self.costs.bias_gradient * self.value_bytes / 2)
+            biases = self.machine.pass_seconds(
+                values * self.costs.bias_gradient * self.value_bytes / 2
+            )
         inputs = products + again + 2 * passes + 2.5 * attention + biases + context.adding_seconds()
         back = *tensor, *context.backward(), *self._to_experts(operations, counts=False)
         return BlockPasses(
@@ -195,13 +214,17 @@ class Worker:
         """Forward and backward of the embedding: its collectives; the look-up is negligible."""
         rows = self.rows * (1 + self.job.model.mtp.depth)
         whole = rows * self.job.model.dim * self.value_bytes
-        return Pass(collectives=self._tensor_of(whole, 0, 1)), Pass(collectives=self._tensor_of(whole, 1, 0))
+        return Pass(collectives=self._tensor_of(whole, 0, 1)), Pass(
+            collectives=self._tensor_of(whole, 1, 0)
+        )
 
     def head(self) -> tuple[Pass, Pass]:
         """Forward and backward of the head with the loss."""
         job = self.job
         layout = self.job.parallelism
-        vocabulary = self.model_costs.outputs(job.model) / (layout.tp if layout.loss_parallel else 1)
+        vocabulary = self.model_costs.outputs(job.model) / (
+            layout.tp if layout.loss_parallel else 1
+        )
         times = 1 + job.model.mtp.depth
         of = (self.narrow, 1) if "output" in self.converted else (self.dtype, self.value_bytes)
         product = self.machine.product_seconds(self.rows, job.model.dim, int(vocabulary), *of)
@@ -235,7 +258,9 @@ class Worker:
         job = self.job
         layout = self.job.parallelism
         constants = self.machine.constants
-        float8 = self._is_float8(product) and not (of_weights and self.job.precision.linear == HIGH_PRECISION)
+        float8 = self._is_float8(product) and not (
+            of_weights and self.job.precision.linear == HIGH_PRECISION
+        )
         dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
         share = constants.rowwise if float8 and self.job.precision.linear in ROWWISE else 1.0
         inputs = product.inputs
@@ -255,7 +280,9 @@ class Worker:
         local = product.experts // layout.ep
         rows = max(self._expert_rows(product.top_k) // local, 1)
         share *= constants.grouped
-        return self.machine.product_seconds(rows, inputs, outputs, dtype, width, groups=local, share=share)
+        return self.machine.product_seconds(
+            rows, inputs, outputs, dtype, width, groups=local, share=share
+        )
 
     def _sorted_rows(self, copies: int) -> int:
         """Rows that a rank sends to experts; a token has ``copies`` rows."""
@@ -287,7 +314,9 @@ class Worker:
         costs = self.costs
         exchanged = costs.exchanged if layout.ep > 1 else 0.0
         experts = layout.tp if layout.splits_experts else 1
-        gate = costs.gate + (costs.clamped if self.job.model.activation == "swiglu_clamped" else 0.0)
+        gate = costs.gate + (
+            costs.clamped if self.job.model.activation == "swiglu_clamped" else 0.0
+        )
         traffic = (
             self.stream_rows * operations.norm_width * (costs.norm + costs.residual)
             + self.rows * operations.rotated_width / layout.tp * costs.rotation

@@ -39,7 +39,9 @@ class Collective:
     """Seconds that no computation hides."""
 
     @classmethod
-    def on(cls, machine: Machine, axis: str, collective: str, group: Group, size: float) -> Collective:
+    def on(
+        cls, machine: Machine, axis: str, collective: str, group: Group, size: float
+    ) -> Collective:
         """A collective that nothing hides."""
         seconds = machine.collective_seconds(collective, size, group)
         return cls(axis, collective, group, size, seconds, seconds)
@@ -61,7 +63,9 @@ class Pass:
 
     def times(self, factor: float) -> Pass:
         scaled = (
-            replace(m, bytes=m.bytes * factor, seconds=m.seconds * factor, exposed=m.exposed * factor)
+            replace(
+                m, bytes=m.bytes * factor, seconds=m.seconds * factor, exposed=m.exposed * factor
+            )
             for m in self.collectives
         )
         return Pass(self.compute * factor, tuple(scaled))
@@ -92,7 +96,9 @@ class ContextParallel:
             return ()
         if layout.cp_method == "ulysses":
             per_head = self.rows * value_bytes / layout.tp
-            inputs = per_head * (of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width))
+            inputs = per_head * (
+                of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width)
+            )
             return self._over("all_to_all", [inputs, per_head * of.heads * of.value_width])
         keys = self._keys * value_bytes
         behind = self.attention_seconds * (layout.cp - 1) / layout.cp
@@ -123,7 +129,9 @@ class ContextParallel:
         cp = self.layout.cp
         return size * cp / (cp - 1)
 
-    def _over(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Collective, ...]:
+    def _over(
+        self, collective: str, sizes: list[float], behind: float = 0.0
+    ) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
         group = group_of(self.job, self.machine.ranks_per_node, "cp")
         every = [Collective.on(self.machine, "cp", collective, group, size) for size in sizes]
@@ -133,7 +141,9 @@ class ContextParallel:
     def merging_seconds(self) -> float:
         """Seconds of merging a ring's partial outputs in forward, and of copying keys and values."""
         outputs = self.rows * self.of.heads * self.of.value_width / self.layout.tp
-        return self._ring_steps((outputs, RING_CAST, RING_CAST + RING_MERGE), (self._keys, 0.0, RING_KEYS))
+        return self._ring_steps(
+            (outputs, RING_CAST, RING_CAST + RING_MERGE), (self._keys, 0.0, RING_KEYS)
+        )
 
     def adding_seconds(self) -> float:
         """Seconds of adding up a ring's gradients."""
@@ -148,7 +158,9 @@ class ContextParallel:
             return 0.0
         share, copying = (0.75, RING_COPY / 2) if layout.cp_load_balance else (1.0, 0.0)
         return sum(
-            self.machine.pass_seconds(values * (first + (layout.cp - 1) * (share * later + copying)))
+            self.machine.pass_seconds(
+                values * (first + (layout.cp - 1) * (share * later + copying))
+            )
             for values, first, later in passes
         )
 
@@ -203,6 +215,8 @@ def _sharing(job: Job, machine: Machine, values: float, group: Group | None = No
         reduce.append(Collective.on(machine, "dp", "reduce_scatter", group, values * reduced))
     if job.parallelism.dp_replicate > 1:
         replicas = group_of(job, per_node, "dp_replicate")
-        reduce.append(Collective.on(machine, "dp", "all_reduce", replicas, values / shards * reduced))
+        reduce.append(
+            Collective.on(machine, "dp", "all_reduce", replicas, values / shards * reduced)
+        )
     copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
     return Sharing(tuple(gather), tuple(reduce), copying, values / shards)

@@ -50,7 +50,9 @@ def compare(points: list[Composed]) -> Result:
         raise UserError(points[0].reason)
     for name in ONE_PLAN:
         if value := getattr(legal[0], name):
-            raise ConfigError(name, value, "works on one job, and -m has several", f"{name} without -m")
+            raise ConfigError(
+                name, value, "works on one job, and -m has several", f"{name} without -m"
+            )
     common = set.intersection(*(set(point.overrides) for point in points))
     plans = list[Plan]()
     data = list[dict[str, Any]]()
@@ -61,7 +63,9 @@ def compare(points: list[Composed]) -> Result:
             begin(name)
             if point.job is None:
                 data.append({"overrides": point.overrides, "legal": False, "reason": point.reason})
-                rows.append({"point": name, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"})
+                rows.append(
+                    {"point": name, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"}
+                )
                 continue
             plan = make_plan(point.job.plain, calibration_of(point.job))
             figures = in_short(plan)
@@ -89,16 +93,27 @@ def compare(points: list[Composed]) -> Result:
             Column("flops", "FLOPs", ".3g"),
         ]
     if sizes_differ or any(each["dollars"] is not None for each in known):
-        columns += [Column("gpu_hours", f"{unit}-hours", figure), Column("dollars", "price", dollars)]
+        columns += [
+            Column("gpu_hours", f"{unit}-hours", figure),
+            Column("dollars", "price", dollars),
+        ]
     notes = _total_in_words(total, plans, unit) if sizes_differ else ()
-    return Result({"points": data, "total": total}, to_text(Table(columns, rows, notes=notes, missing="")))
+    return Result(
+        {"points": data, "total": total}, to_text(Table(columns, rows, notes=notes, missing=""))
+    )
 
 
 def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> tuple[str, str]:
-    hours = "hours unknown" if total["gpu_hours"] is None else f"{figure(total['gpu_hours'])} {unit}-hours"
+    hours = (
+        "hours unknown"
+        if total["gpu_hours"] is None
+        else f"{figure(total['gpu_hours'])} {unit}-hours"
+    )
     if total["dollars"] is not None:
         hours += f", {dollars(total['dollars'])}"
-    ratios = [6 * count(plan.job.model, "active") / plan.accounting.flops_per_token_full for plan in plans]
+    ratios = [
+        6 * count(plan.job.model, "active") / plan.accounting.flops_per_token_full for plan in plans
+    ]
     return (
         f"all {total['points']}: {counted(total['tokens'])} tokens, {total['flops']:.3g} FLOPs, {hours}",
         "FLOPs: those of MFU, with full attention; 6 x non-embedding parameters x tokens is "
@@ -113,16 +128,22 @@ def job_against(job: PlanJob, overrides: Sequence[str]) -> PlanJob:
     try:
         others = shlex.split(text)
     except ValueError as error:
-        raise ConfigError("against", text, f"cannot be read: {error}", "'field=value field=value'") from None
+        raise ConfigError(
+            "against", text, f"cannot be read: {error}", "'field=value field=value'"
+        ) from None
     try:
         composed: PlanJob = compose_job([*own, *others], config_name="plan", schema=PlanJob)
     except UserError as error:
         raise UserError(f"against: {error}") from error
     for name in ONE_PLAN:
         if getattr(composed, name):
-            raise ConfigError("against", text, f"compares plans, and {name} asks for more", "fields of a job")
+            raise ConfigError(
+                "against", text, f"compares plans, and {name} asks for more", "fields of a job"
+            )
     if composed == replace(job, against=None):
-        raise ConfigError("against", text or "''", "does not change the job", "another value of a field")
+        raise ConfigError(
+            "against", text or "''", "does not change the job", "another value of a field"
+        )
     return composed
 
 
@@ -177,7 +198,11 @@ def render_differences(a: Plan, b: Plan) -> str:
         layout = f": {mesh_of(plan.job.parallelism)}" if plan.job.world_size > 1 else ""
         facts.append((name, f"{plan.job.name} on {devices(plan)}{layout}"))
     fields = [
-        [name, *(shortened(as_typed(value), VALUE_CHARS) for value in (x, y)), "numbers" if numerics else ""]
+        [
+            name,
+            *(shortened(as_typed(value), VALUE_CHARS) for value in (x, y)),
+            "numbers" if numerics else "",
+        ]
         for name, numerics, x, y in changed_fields(a.job, b.job)
     ]
     memory = _kinds(a, b)
@@ -192,14 +217,17 @@ def render_differences(a: Plan, b: Plan) -> str:
         _sizes("memory at its peak, GiB on the fullest rank", "kind", memory),
     ]
     if traffic:
-        blocks.append(_sizes("communication in a step, GiB that the busiest rank sends", "axis", traffic))
+        blocks.append(
+            _sizes("communication in a step, GiB that the busiest rank sends", "axis", traffic)
+        )
     if a.speed is not None and b.speed is not None:
         title = "a step, predicted; change: of A's device time for a token\n"
         changes = cost_changes(a, b)
         before = a.speed.parts
         after = b.speed.parts
         rows = [
-            (part_name(part), before.get(part, 0.0), after.get(part, 0.0), changes[part]) for part in PARTS
+            (part_name(part), before.get(part, 0.0), after.get(part, 0.0), changes[part])
+            for part in PARTS
         ]
         rows.append(("the step", a.speed.step_seconds, b.speed.step_seconds, sum(changes.values())))
         parts = [

@@ -69,23 +69,36 @@ class PlanJob(Job):
 
     def _validate_plan(self) -> None:
         if self.rehearse and self.search:
-            raise ConfigError("rehearse", True, "cannot be combined with search=true", "search=false")
-        asked = [name for name in ("search", "rehearse", "calibrate", "picture") if getattr(self, name)]
-        if self.calibrate is not None and (others := [name for name in asked if name != "calibrate"]):
+            raise ConfigError(
+                "rehearse", True, "cannot be combined with search=true", "search=false"
+            )
+        asked = [
+            name for name in ("search", "rehearse", "calibrate", "picture") if getattr(self, name)
+        ]
+        if self.calibrate is not None and (
+            others := [name for name in asked if name != "calibrate"]
+        ):
             works = f"calibrate alone, then {others[0]} without"
-            raise ConfigError("calibrate", self.calibrate, "fits constants to runs and plans no job", works)
+            raise ConfigError(
+                "calibrate", self.calibrate, "fits constants to runs and plans no job", works
+            )
         if self.against is not None and asked:
             rule = f"compares the plans of two jobs, and {asked[0]} works on one"
             raise ConfigError("against", self.against or "''", rule, f"against without {asked[0]}")
         written = [("picture", ".png"), ("sweep_file", ".yaml")]
-        for name, suffix in (*written, *([("calibration", ".json")] if self.calibrate is not None else [])):
+        for name, suffix in (
+            *written,
+            *([("calibration", ".json")] if self.calibrate is not None else []),
+        ):
             path = getattr(self, name)
             if path is None:
                 continue
             if Path(path).suffix != suffix:
                 raise ConfigError(name, path or "''", f"must end in {suffix}", f"plan{suffix}")
             if not Path(path).parent.is_dir():
-                raise ConfigError(name, path, f"there is no folder {Path(path).parent}", f"plan{suffix}")
+                raise ConfigError(
+                    name, path, f"there is no folder {Path(path).parent}", f"plan{suffix}"
+                )
 
 
 PLANNER_FIELDS = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}
@@ -99,9 +112,13 @@ def put_on_virtual_gpus(job: AnyJob) -> tuple[AnyJob, int]:
         ConfigError: the job is for a CPU, or there is no virtual GPU of its kind.
     """
     if job.cluster.device == "cpu":
-        raise ConfigError("cluster.device", "cpu", "rehearsals are for jobs on GPUs", ["cuda", "auto"])
+        raise ConfigError(
+            "cluster.device", "cpu", "rehearsals are for jobs on GPUs", ["cuda", "auto"]
+        )
     kind = job.cluster.accelerator or DEFAULT
     if kind not in CUDA_DEVICES:
-        raise ConfigError("cluster.accelerator", kind, "there is no virtual GPU of this kind", CUDA_DEVICES)
+        raise ConfigError(
+            "cluster.accelerator", kind, "there is no virtual GPU of this kind", CUDA_DEVICES
+        )
     cluster = replace(job.cluster, device="cuda", accelerator=kind)
     return replace(job, cluster=cluster), cluster.ranks or GPUS

@@ -143,7 +143,9 @@ class DecoderCosts(Costs):
         from harness.data.batch import DeviceBatch
 
         shape = rows, job.training.seq_len
-        batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+        batch = DeviceBatch(
+            torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        )
         tokens = rows * job.training.seq_len
         batch.valid_by_source = {0: tokens}
         batch.counts = tokens, rows

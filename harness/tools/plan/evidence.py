@@ -24,7 +24,9 @@ EVIDENCE = {
     "dense models on Blackwell": Evidence(rows=30, sources=4, low=0.58, high=1.38, pooled=False),
     "dense models on CDNA 3": Evidence(rows=4, sources=1, low=0.74, high=1.25, pooled=True),
     "dense models on Hopper": Evidence(rows=75, sources=7, low=0.91, high=1.25, pooled=False),
-    "mixtures of experts on Blackwell": Evidence(rows=6, sources=1, low=0.6, high=1.35, pooled=True),
+    "mixtures of experts on Blackwell": Evidence(
+        rows=6, sources=1, low=0.6, high=1.35, pooled=True
+    ),
     "mixtures of experts on Hopper": Evidence(rows=9, sources=3, low=0.74, high=1.25, pooled=True),
 }
 """Throughput; classes without published rows are not here."""
@@ -80,7 +82,8 @@ def bands_as_dict(plan: Plan) -> dict[str, Any]:
     return {
         kind: None
         if found is None or value is None
-        else dataclasses.asdict(found) | {"class": name, "low": value * found.low, "high": value * found.high}
+        else dataclasses.asdict(found)
+        | {"class": name, "low": value * found.low, "high": value * found.high}
         for kind, (value, name, found) in figures.items()
     }
 

@@ -9,7 +9,15 @@ from statistics import NormalDist
 
 from harness.config.job import Job
 from harness.config.parallelism import AXES
-from harness.tools.plan.constants import ACHIEVED, HGX, OTHER, Achieved, Calibration, Constants, Software
+from harness.tools.plan.constants import (
+    ACHIEVED,
+    HGX,
+    OTHER,
+    Achieved,
+    Calibration,
+    Constants,
+    Software,
+)
 from harness.util.hardware import Accelerator
 
 # Boards of up to four of these have no switch (docs.nvidia.com, vGPU, NVSwitch lists boards of eight only).
@@ -135,7 +143,11 @@ class Machine:
         there_and_back = 2.0 if collective == "all_reduce" else 1.0
         share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
         rate = self.device.link_bandwidth * self.constants.link
-        if self.device.name.startswith(DIRECTLY_WIRED) and 2 < self.board <= 4 and group.per_node > 1:
+        if (
+            self.device.name.startswith(DIRECTLY_WIRED)
+            and 2 < self.board <= 4
+            and group.per_node > 1
+        ):
             # These boards have no switch: their links are divided among the other devices.
             rate *= (group.per_node - 1) / (self.board - 1)
         if group.nodes > 1:
@@ -178,7 +190,8 @@ def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
         used = rows * outputs / (down * TILE[0] * across * TILE[1])
         return used * waves(groups * down * across)
     return max(
-        share * waves(ceil(rows / height) * ceil(outputs / width)) for (height, width), share in TILES.items()
+        share * waves(ceil(rows / height) * ceil(outputs / width))
+        for (height, width), share in TILES.items()
     )
 
 
@@ -231,7 +244,9 @@ def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:
 
 
 @lru_cache(maxsize=4096)
-def _group(degrees: tuple[tuple[str, int], ...], ranks_per_node: int, axes: tuple[str, ...]) -> Group:
+def _group(
+    degrees: tuple[tuple[str, int], ...], ranks_per_node: int, axes: tuple[str, ...]
+) -> Group:
     world = prod(degree for _, degree in degrees)
     ranks = inside = stride = 1
     for axis, degree in reversed(degrees):

@@ -100,7 +100,9 @@ def _notes(job: Job) -> list[str]:
     if len(job.sizes.phases) > 1:
         notes.append("speed and memory are those of the full batch size and sequence length")
     if job.parallelism.cpu_offload:
-        notes.append("the time of copies from and to the host, and of the update there, is not counted")
+        notes.append(
+            "the time of copies from and to the host, and of the update there, is not counted"
+        )
     casts = warning_of_eager(job.precision, compiled=job.compile.blocks)
     return notes if casts is None else [*notes, casts]
 
@@ -166,7 +168,9 @@ def descend(cost_of: Callable[[dict[str, float]], float], names: Sequence[str]) 
 
 def scale_constants(start: Calibration, logs: dict[str, float]) -> Calibration:
     """Multiply constants, which are fractions, by the exponentials of ``logs``."""
-    values = {name: min(getattr(start.constants, name) * math.exp(log), 1.0) for name, log in logs.items()}
+    values = {
+        name: min(getattr(start.constants, name) * math.exp(log), 1.0) for name, log in logs.items()
+    }
     return replace(start, constants=replace(start.constants, **values))
 
 
@@ -202,7 +206,9 @@ def calibrate(
     if not measured:
         raise UserError(f"calibrate={folder}: no completed run with a throughput")
     if len(devices) > 1:
-        raise UserError(f"calibrate={folder}: runs are from several devices: {', '.join(sorted(devices))}")
+        raise UserError(
+            f"calibrate={folder}: runs are from several devices: {', '.join(sorted(devices))}"
+        )
     [device] = devices
     source = f"{plural(len(measured), 'run')} of {folder}, {device}"
     described = None if cluster is None else cluster.with_device(device)

@@ -47,7 +47,12 @@ Bytes = dict[str, float]
 """Bytes by kind of memory. Three kinds are separate because they belong to other CUDA streams or pools:
 ``shards``, the gradients of shards; ``buffers``, FSDP's gather buffers; ``reducing``, the inputs of its
 reduce-scatters. Another one, ``unusable``, is free memory that the allocator cannot use."""
-SHOWN_AS = {"shards": "gradients", "buffers": "gathered", "reducing": "communication", "unusable": "runtime"}
+SHOWN_AS = {
+    "shards": "gradients",
+    "buffers": "gathered",
+    "reducing": "communication",
+    "unusable": "runtime",
+}
 
 IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
 """Names of tensors whose gradients are computed last in a block's backward."""
@@ -65,7 +70,9 @@ def heaviest(moments: Iterable[Bytes], but: Collection[str] = ()) -> Bytes:
     """Return the moment with the most bytes, those of some kinds left out."""
     if not but:
         return max(moments, key=lambda moment: sum(moment.values()))
-    return max(moments, key=lambda moment: sum(size for kind, size in moment.items() if kind not in but))
+    return max(
+        moments, key=lambda moment: sum(size for kind, size in moment.items() if kind not in but)
+    )
 
 
 def kinds_apart(job: Job) -> tuple[str, ...]:
@@ -149,14 +156,18 @@ class StageMemory:
         output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
         self.left = {"activations": output + (self.boundary if stage > 0 else 0.0)}
         """Memory that a microbatch leaves after its backward with ``Software.keeps_outputs``."""
-        self.resident = sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
+        self.resident = sum(
+            m.parameters.gathered for m in self.modules if self.pipelined or not m.freed
+        )
         """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
         self.accumulated = sum(each.accumulated for each in of)
         # Of neighbouring modules one is copied while the next ones are gathered.
         buffers = [each.buffer for each in of]
         self.ahead = layout.fsdp_prefetch
         self.buffers = max(sum(buffers[i : i + 1 + self.ahead]) for i in range(len(buffers)))
-        if layout.fsdp_buffers != "default":  # blocks may be in the embedding's memory when the head needs it
+        if (
+            layout.fsdp_buffers != "default"
+        ):  # blocks may be in the embedding's memory when the head needs it
             self.buffers += min(buffers[0], buffers[-1])
         # Of two reduce-scatters that follow each other, one is in flight.
         reduced = chain.from_iterable(parameters.reduced for parameters in of)
@@ -219,7 +230,9 @@ class StageMemory:
         }
         elements = sum(tensor.gathered_elements for tensor in tensors)
         offloaded = layout.cpu_offload and not self.activations.cpu
-        sharded = 0.0 if offloaded else float(master * sum(tensor.held_elements for tensor in tensors))
+        sharded = (
+            0.0 if offloaded else float(master * sum(tensor.held_elements for tensor in tensors))
+        )
         first = sum(t.gathered_elements for t in tensors if t.name.endswith((".w2", ".w2.weight")))
         late = sum(t.gathered_elements for t in tensors if not IN_ATTENTION.search(t.name))
         if not self.fsdp:
@@ -259,7 +272,11 @@ class StageMemory:
     @cached_property
     def kept_for_weights(self) -> Bytes:
         """Memory between backward for inputs and for weights: recomputed blocks have all of their tensors."""
-        return {"activations": sum(max(module.part.kept, module.part.backward) for module in self.modules)}
+        return {
+            "activations": sum(
+                max(module.part.kept, module.part.backward) for module in self.modules
+            )
+        }
 
     def _peaks(self, moments: list[Bytes]) -> list[Bytes]:
         """Those when most is allocated, and when most is in the memory that all kinds share."""
@@ -283,7 +300,9 @@ class StageMemory:
             if not (module.freed or self.pipelined):
                 gathered += own
         if self.logits is not None:
-            moments.append({"activations": held, "gathered": gathered, "logits": self.logits.forward})
+            moments.append(
+                {"activations": held, "gathered": gathered, "logits": self.logits.forward}
+            )
         return self._peaks(moments)
 
     def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
@@ -316,16 +335,29 @@ class StageMemory:
                     gathered += own.gathered
                 arriving = sum(each.parameters.buffer for each in before if each.freed)
             held -= part.kept
-            base = {"gathered": gathered, "buffers": arriving, "shards": shards, "reducing": reducing}
+            base = {
+                "gathered": gathered,
+                "buffers": arriving,
+                "shards": shards,
+                "reducing": reducing,
+            }
             for activations, gradients in (
                 (part.backward, own.first_gradients),
                 (part.late_backward, own.late_gradients),
                 (0.0, own.gradients),
             ):
-                logits = self.logits.gradient if self.logits is not None and module.name == "head" else 0.0
+                logits = (
+                    self.logits.gradient
+                    if self.logits is not None and module.name == "head"
+                    else 0.0
+                )
                 # Gradients that are added to existing ones are each freed at once.
                 new = gradients / 4 if gradients_there and not self.fsdp else gradients
-                moment = {"activations": held + activations, "gradients": unsharded + new, "logits": logits}
+                moment = {
+                    "activations": held + activations,
+                    "gradients": unsharded + new,
+                    "logits": logits,
+                }
                 moments.append(base | moment)
             if not self.pipelined:
                 gathered -= own.gathered
@@ -333,12 +365,16 @@ class StageMemory:
             if accumulates:
                 if self.fsdp and own.accumulated != own.gradients:
                     # Converted tensor by tensor, so both copies exist.
-                    moments.append(plus(base, {"gradients": unsharded + own.gradients + own.accumulated}))
+                    moments.append(
+                        plus(base, {"gradients": unsharded + own.gradients + own.accumulated})
+                    )
                 if not gradients_there:
                     unsharded += own.accumulated
             else:
                 base["reducing"] = reducing = sum(own.reduced)
-                moments.append(plus(base, {"gradients": unsharded + own.gradients, "shards": own.sharded}))
+                moments.append(
+                    plus(base, {"gradients": unsharded + own.gradients, "shards": own.sharded})
+                )
                 if not own.reduced:
                     unsharded += own.gradients  # they are reduced with those of another module
                 if not gradients_there:
@@ -402,7 +438,14 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     if device is None:
         return None
     layout = job.parallelism
-    axes = [layout.pp, layout.dp_replicate, layout.parameter_shards, layout.cp, layout.tp, layout.ep]
+    axes = [
+        layout.pp,
+        layout.dp_replicate,
+        layout.parameter_shards,
+        layout.cp,
+        layout.tp,
+        layout.ep,
+    ]
     communicators = 1 + sum(degree > 1 for degree in axes) if job.world_size > 1 else 0
     total = device.memory_gib * GIB * HBM_LEFT
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
@@ -525,7 +568,8 @@ class RankStep:
             stage = self.stages[moment.stage]
             counts = moment.counts
             gradients = (
-                counts["gradients", each] * after[each] + (count - counts["gradients", each]) * before[each]
+                counts["gradients", each] * after[each]
+                + (count - counts["gradients", each]) * before[each]
                 for each, count in self.numbers.items()
             )
             gathered = self._gathered({each: counts["ran", each] for each in self.numbers})
@@ -534,7 +578,11 @@ class RankStep:
             own = (after if moment.again else before)[moment.stage]
             there = sharded_before > 0 if reduces else own > 0
             back = moment.kind != "F"
-            peaks = stage.backward(gradients_there=there, accumulates=not reduces) if back else stage.forward
+            peaks = (
+                stage.backward(gradients_there=there, accumulates=not reduces)
+                if back
+                else stage.forward
+            )
             yield from (plus(kept, peak) for peak in peaks)
         if self.pipelined and self.fsdp:
             # Group by group: unsharded gradients are freed as their shards are allocated.
@@ -547,7 +595,11 @@ class RankStep:
         """Yield what microbatches keep: before their backward, before its second half, and after it."""
         for number in self.numbers:
             stage = self.stages[number]
-            for kind, saved in (("F", stage.kept), ("I", stage.kept_for_weights), ("left", stage.left)):
+            for kind, saved in (
+                ("F", stage.kept),
+                ("I", stage.kept_for_weights),
+                ("left", stage.left),
+            ):
                 if count := counts.get((kind, number), 0):
                     yield {of: count * size for of, size in saved.items()}
 
@@ -564,8 +616,13 @@ class RankStep:
         """Temporary memory of torch's updates, and of ours: value, means, gradient and root in float32."""
         largest = self.parameters.largest
         how = self.job.optimizer.implementation
-        if {"bfloat16", EIGHT_BIT} & {self.job.precision.master_dtype, self.job.optimizer.state_dtype}:
+        if {"bfloat16", EIGHT_BIT} & {
+            self.job.precision.master_dtype,
+            self.job.optimizer.state_dtype,
+        }:
             return {"runtime": 5.0 * 4 * largest if self.cpu else 0.0}  # optimizer/elementwise.py
         if how == "foreach":
-            return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
+            return {
+                "runtime": float(self.parameters.parameter_bytes)
+            }  # roots of all second moments
         return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}

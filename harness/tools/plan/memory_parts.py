@@ -91,11 +91,15 @@ class ActivationBytes(Memo):
 
     def _is_recomputed(self, layer: int) -> bool:
         how = self.job.activation_checkpoint
-        return how.mode != "none" and not (how.mode == "selective_layer" and layer % how.every_nth_layer)
+        return how.mode != "none" and not (
+            how.mode == "selective_layer" and layer % how.every_nth_layer
+        )
 
     def _block(self, layer: int) -> PartBytes:
         job = self.job
-        declared = self.costs.block_activations(job.model, layer, job.training.seq_len, on_cpu=self.cpu)
+        declared = self.costs.block_activations(
+            job.model, layer, job.training.seq_len, on_cpu=self.cpu
+        )
         # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
         everything = self._without_recomputation(declared, layer, compiled=compiled)
@@ -105,7 +109,9 @@ class ActivationBytes(Memo):
         gradients = self.total(declared.backward, compiled=compiled)
         late = self.total(declared.late_backward, compiled=compiled) + self._ring()
         if recomputed is None:
-            return PartBytes(everything, everything + stream + partial, everything + gradients, late)
+            return PartBytes(
+                everything, everything + stream + partial, everything + gradients, late
+            )
         kept, extra = recomputed
         forward = self.total(declared.forward, compiled=compiled)
         return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
@@ -123,7 +129,11 @@ class ActivationBytes(Memo):
         of = model.attention
         width = model.head_width
         queries = model.n_heads * width
-        declared = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
+        declared = (
+            model.n_heads * (width + of.v_head_dim)
+            if of.is_latent
+            else 2 * model.n_kv_heads * width
+        )
         both = 2 * queries if self.repeats_keys else declared
         copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
         compute = BYTES[self.job.precision.param_dtype]
@@ -131,7 +141,9 @@ class ActivationBytes(Memo):
         each += 2 * compute * (both - declared)  # they and their gradients
         return self.tokens * each / self.degree[ActivationSplit.INNER]
 
-    def _without_recomputation(self, declared: PartActivations, layer: int, *, compiled: bool) -> float:
+    def _without_recomputation(
+        self, declared: PartActivations, layer: int, *, compiled: bool
+    ) -> float:
         """Bytes that a block saves where torch's partitioner chooses. With 8-bit products it saves results of
         products in the place of inputs, which it computes and casts again, and the last one's input, cast."""
         everything = self.total(declared.kept, compiled=compiled)
@@ -144,7 +156,9 @@ class ActivationBytes(Memo):
 
     def _results(self, declared: PartActivations, layer: int) -> float:
         """Bytes of a compiled block's input, and of results of products that its backward reads."""
-        products = self._products(replace(declared, products=declared.products[:-1]), layer, 1, compiled=True)
+        products = self._products(
+            replace(declared, products=declared.products[:-1]), layer, 1, compiled=True
+        )
         saved = (*declared.choices, *declared.always_saved, *self._collectives(), *products)
         return self._stream() + self.total(saved)
 
@@ -166,7 +180,9 @@ class ActivationBytes(Memo):
             # (torch/_functorch/partitioners.py, choose_saved_values_set, more_aggressive_options).
             everything = self._without_recomputation(declared, layer, compiled=True)
             filled = entering + how.memory_budget * (everything - entering)
-            return min(filled, self._results(declared, layer) if how.memory_budget < 1 else filled), 0.0
+            return min(
+                filled, self._results(declared, layer) if how.memory_budget < 1 else filled
+            ), 0.0
         if how.mode != "selective_op":
             return entering + choices, 0.0
         # In pieces both halves are recomputed, each from its own input.
@@ -187,7 +203,9 @@ class ActivationBytes(Memo):
         halves = [declared.products]
         if compiled and self._in_pieces(layer):
             # Those of the router and of shared experts are inside of compiled pieces.
-            attention = tuple(each for each in declared.products if not each.name.startswith("moe."))
+            attention = tuple(
+                each for each in declared.products if not each.name.startswith("moe.")
+            )
             halves = [attention, tuple(each for each in declared.products if each.name in GROUPED)]
         kept = [each for half in halves for i, each in enumerate(half, 1) if nth and i % nth == 0]
         if compiled and self.job.parallelism.tp > 1:
@@ -203,7 +221,9 @@ class ActivationBytes(Memo):
         sums = 2 if layout.tp > 1 else 0
         saved = [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(sums)]
         exchanges = 2 if layout.ep > 1 else 0
-        return saved + [SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(exchanges)]
+        return saved + [
+            SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(exchanges)
+        ]
 
     def embedding(self) -> PartBytes:
         """Bytes of the modules before the blocks; their output is the first block's input."""
@@ -279,7 +299,9 @@ class LogitBytes:
         more = (self.streams - 1) * self.numbers
         self.kept = self.streams * kept * self.numbers
         """Saved from forward to backward."""
-        self.forward = forward * self.numbers + more * (self.compute + kept) + self.compute * self.columns
+        self.forward = (
+            forward * self.numbers + more * (self.compute + kept) + self.compute * self.columns
+        )
         """Peak of the loss."""
         self.backward = backward * self.numbers + more * max(kept, self.compute)
         """Peak of its backward."""

@@ -38,11 +38,16 @@ _Pass = tuple[int, str, int]
 """Stage, kind and microbatch."""
 
 
-def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) -> list[list[Action]]:
+def pipeline_order(
+    layout: ParallelismConfig, n_layers: int, microbatches: int
+) -> list[list[Action]]:
     """Return the passes of every pipeline rank for one local batch, in order, without times."""
     if layout.pp > 1 and layout.pp_schedule_csv is None:
         stages = num_stages(layout, n_layers)
-        return [list(row) for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)]
+        return [
+            list(row)
+            for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)
+        ]
     return [list(passes_of_rank(layout, n_layers, microbatches, rank)) for rank in range(layout.pp)]
 
 
@@ -147,7 +152,9 @@ def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
     text = _read(path)
     if text is None:
         ranks = _made_by_torch(name, pp, stages, microbatches)
-        text = "".join(" ".join(f"{s}{kind}{i}" for s, kind, i in passes) + "\n" for passes in ranks)
+        text = "".join(
+            " ".join(f"{s}{kind}{i}" for s, kind, i in passes) + "\n" for passes in ranks
+        )
         # The cache is optional, and the checksum tells a file that another process is writing.
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +178,13 @@ def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[l
     logging.getLogger(schedules.__name__).setLevel(logging.WARNING)
     per_rank = stages // pp
     # The attributes of a stage that a schedule's constructor reads.
-    shared = {"num_stages": stages, "group_size": pp, "group_rank": 0, "has_backward": False, "submod": None}
+    shared = {
+        "num_stages": stages,
+        "group_size": pp,
+        "group_rank": 0,
+        "has_backward": False,
+        "submod": None,
+    }
     ours = [
         SimpleNamespace(stage_index=at, is_first=at == 0, is_last=at == stages - 1, **shared)
         for at in range(0, per_rank * pp, pp)
@@ -179,7 +192,9 @@ def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[l
     of_one = SCHEDULES[name].stages_per_rank == "one"
     # Skip inserting sends and gathers, which takes torch ten times as long as the passes and is not needed.
     bare = type(
-        "Bare", (schedules.get_schedule_class(name),), {"_prepare_schedule_with_comms": lambda *_, **__: None}
+        "Bare",
+        (schedules.get_schedule_class(name),),
+        {"_prepare_schedule_with_comms": lambda *_, **__: None},
     )
     schedule: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
     order = schedule._get_pipeline_order() if of_one else schedule.pipeline_order
@@ -240,7 +255,9 @@ def simulate(
                 stage = action.stage
                 microbatch = action.microbatch
                 kind = "I" if action.kind == "B" else action.kind
-                needed = [(ended.get((at, of, microbatch)), hop) for at, of, hop in needs[stage, kind]]
+                needed = [
+                    (ended.get((at, of, microbatch)), hop) for at, of, hop in needs[stage, kind]
+                ]
                 arrivals = [end + hop for end, hop in needed if end is not None]
                 if len(arrivals) < len(needed):
                     break

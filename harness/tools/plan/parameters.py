@@ -78,7 +78,9 @@ class HeldModule(Memo):
     """The parameters and buffers of a module on the fullest rank; equal blocks share it, with the first
     one's names."""
 
-    def __init__(self, name: str, tensors: tuple[HeldTensor, ...], optimizer: OptimizerConfig) -> None:
+    def __init__(
+        self, name: str, tensors: tuple[HeldTensor, ...], optimizer: OptimizerConfig
+    ) -> None:
         super().__init__()
         self.name = name
         self.tensors = tensors
@@ -87,7 +89,9 @@ class HeldModule(Memo):
         """Number of parameters in its shards, without buffers."""
         self.largest = max(tensor.held_elements for tensor in tensors)
         # The balancing biases of experts: float32, replicated.
-        self.buffer_bytes = sum(4 * tensor.held_elements for tensor in tensors if tensor.spec.is_buffer)
+        self.buffer_bytes = sum(
+            4 * tensor.held_elements for tensor in tensors if tensor.spec.is_buffer
+        )
         # The optimizer's state: tensors like the parameter, and the float32 step of some kinds.
         self.optimizer_bytes = 0.0
         self.groups: dict[str, list[HeldTensor]] = {}
@@ -171,7 +175,9 @@ def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
 class HeldModules(Memo):
     """The modules of a model on the fullest rank of any layout, computed once for each way to shard them."""
 
-    def __init__(self, model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig
+    ) -> None:
         super().__init__()
         self.specs = tensors_by_module(model)
         self._model = model
@@ -184,7 +190,10 @@ class HeldModules(Memo):
         for layer, kind in enumerate(block_kinds(model)):
             name = f"layers.{layer}"
             named = tuple(
-                (*(part in spec.module for part in parts), *(bool(p.search(spec.name)) for p in patterns))
+                (
+                    *(part in spec.module for part in parts),
+                    *(bool(p.search(spec.name)) for p in patterns),
+                )
                 for spec in self.specs.get(name, ())
             )
             self._first[name] = kinds.setdefault((kind, named), name)
@@ -213,7 +222,9 @@ def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     names = split_modules(layout, model.n_layers)
     whole = ("mtp",) if len(names) == 1 else ()
     held = {
-        stage: {name: known.of(name, layout) for name in (*names[stage], *whole) if name in known.specs}
+        stage: {
+            name: known.of(name, layout) for name in (*names[stage], *whole) if name in known.specs
+        }
         for stage in stages_of_rank(layout, model.n_layers, pp_rank)
     }
     return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype], known.specs)

@@ -82,9 +82,15 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         sizes = [rank.kinds.get(kind, 0.0) / GIB for rank in plan.memory]
         if any(sizes):
             label = f"{kind}  {gib(fullest.kinds.get(kind, 0.0))}"
-            axis.bar(ranks, sizes, 0.62, bottom=tops, color=_KIND_COLORS[kind], label=label, linewidth=0)
+            axis.bar(
+                ranks, sizes, 0.62, bottom=tops, color=_KIND_COLORS[kind], label=label, linewidth=0
+            )
             tops = [top + size for top, size in zip(tops, sizes, strict=True)]
-    paper = {"boxstyle": "square,pad=0.15", "facecolor": rcParams["figure.facecolor"], "edgecolor": "none"}
+    paper = {
+        "boxstyle": "square,pad=0.15",
+        "facecolor": rcParams["figure.facecolor"],
+        "edgecolor": "none",
+    }
     small: dict[str, Any] = {"fontsize": 8.5, "textcoords": "offset points", "bbox": paper}
     for place, top in zip(ranks, tops, strict=True):
         text = f"{top:.1f}" if top >= 10 else f"{top:.2g}"
@@ -107,14 +113,20 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
     _title(axis, "memory at its peak" + (", by pipeline rank" if len(ranks) > 1 else ""))
     axis.set_ylabel("GiB on each rank", fontsize=9)
     handles, labels = axis.get_legend_handles_labels()
-    _legend(axis, handles[::-1], labels[::-1], "GiB on the fullest rank" if len(ranks) > 1 else "GiB")
+    _legend(
+        axis, handles[::-1], labels[::-1], "GiB on the fullest rank" if len(ranks) > 1 else "GiB"
+    )
 
 
 def _names(plan: Plan) -> list[str]:
     names = []
     for rank in plan.memory:
-        stages = ", ".join(map(str, rank.stages)) if len(rank.stages) <= 4 else f"{len(rank.stages)}"
-        names.append(f"pp {rank.pp_rank}\n{'stage' if len(rank.stages) == 1 else 'stages'} {stages}")
+        stages = (
+            ", ".join(map(str, rank.stages)) if len(rank.stages) <= 4 else f"{len(rank.stages)}"
+        )
+        names.append(
+            f"pp {rank.pp_rank}\n{'stage' if len(rank.stages) == 1 else 'stages'} {stages}"
+        )
     return names
 
 
@@ -162,7 +174,8 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     axis.set_xlabel(unit, fontsize=9)
     idle = 1 - sum(widths) / (len(rows) * last) if last else 0.0
     _title(
-        axis, f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time"
+        axis,
+        f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time",
     )
     kinds = {action.kind for action in actions}
     handles: list[Any] = [
@@ -189,7 +202,9 @@ def _title(axis: Axes, title: str) -> None:
     axis.tick_params(labelsize=8.5, length=3)
 
 
-def _legend(axis: Axes, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
+def _legend(
+    axis: Axes, handles: Sequence[Any], labels: Sequence[str], title: str | None = None
+) -> None:
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.005, 1), "frameon": False}
     size: dict[str, Any] = {"fontsize": 8.5, "handlelength": 1.1, "handleheight": 1.1}
     axis.legend(handles, labels, title=title, title_fontsize=8.5, alignment="left", **place, **size)

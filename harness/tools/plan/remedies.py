@@ -73,7 +73,13 @@ class Remedy:
         """Sort key: cheapest first."""
         if not self.plan.fits:
             return (True, self.plan.peak)
-        return (False, self.changes_numbers, self.takes_more, self.rate is None, -(self.rate or 0.0))
+        return (
+            False,
+            self.changes_numbers,
+            self.takes_more,
+            self.rate is None,
+            -(self.rate or 0.0),
+        )
 
 
 def kinds_of_change(job: Job) -> Iterator[list[Change]]:
@@ -117,20 +123,29 @@ def _batch(job: Job, replicas: int, local: int | None = None) -> Change:
     """The global batch as before, in passes of at most ``local`` sequences; a pipeline gets all in one."""
     share = job.global_batch_size // replicas
     size = share if local is None else gcd(local, share)
-    return (f"training.global_batch_size={job.global_batch_size}", f"training.local_batch_size={size}")
+    return (
+        f"training.global_batch_size={job.global_batch_size}",
+        f"training.local_batch_size={size}",
+    )
 
 
 def _moved(job: Job, axis: str, factor: int) -> Change | None:
     """Multiply the degree of an axis, and divide that of a data-parallel axis; the ranks stay the same."""
     degrees = job.parallelism.degrees
-    givers = [each for each in ("dp_shard", "dp_replicate") if each != axis and degrees[each] % factor == 0]
+    givers = [
+        each
+        for each in ("dp_shard", "dp_replicate")
+        if each != axis and degrees[each] % factor == 0
+    ]
     more = degrees[axis] * factor
     if not givers or (axis == "tp" and job.cluster.nodes_for(job.world_size)[1] % more):
         return None
     if axis == "cp" and job.training.seq_len < more * LEAST_CONTEXT:
         return None
     after = degrees | {axis: more, givers[0]: degrees[givers[0]] // factor}
-    changed = [f"parallelism.{name}={degree}" for name, degree in after.items() if degree != degrees[name]]
+    changed = [
+        f"parallelism.{name}={degree}" for name, degree in after.items() if degree != degrees[name]
+    ]
     local = None if after["pp"] > 1 else job.local_batch_size
     return (*changed, *_batch(job, after["dp_replicate"] * after["dp_shard"], local))
 
@@ -158,7 +173,9 @@ def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
     """
     composer = Composer("plan", PlanJob)
     found = _smallest_changes(composer, plan, overrides)
-    plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
+    plain = [
+        each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)
+    ]
     if plain and not any(each.plan.fits for each in plain):
         first = min(plain, key=lambda each: each.plan.peak)
         typed = [*overrides, *first.overrides]
@@ -208,7 +225,9 @@ def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) 
             continue
         best = remedy(legal[-1])
         if best.plan.fits:
-            first = bisect_left(legal[:-1], True, key=lambda change: remedy(change).plan.fits is True)
+            first = bisect_left(
+                legal[:-1], True, key=lambda change: remedy(change).plan.fits is True
+            )
             best = remedy(legal[first])
         else:
             best = min(best, remedy(legal[0]), key=lambda each: each.plan.peak)
@@ -232,7 +251,9 @@ def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
         return f"{title}{_table(plan, closest)}search=true tries every layout of these ranks\n"
     alone = any(len(each.changes) == 1 for each in enough)
     title = (
-        "each of these makes it fit" if alone else "no single change makes it fit, but each of these pairs"
+        "each of these makes it fit"
+        if alone
+        else "no single change makes it fit, but each of these pairs"
     )
     text = f"{title}; cheapest first\n{_table(plan, enough)}"
     if closest:

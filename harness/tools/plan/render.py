@@ -172,7 +172,11 @@ def schedule_of(job: Job) -> str:
     """The pipeline schedule and its stages: ``Interleaved1F1B, 16 stages (2 on each rank)``."""
     layout = job.parallelism
     stages = num_stages(layout, job.model.n_layers)
-    each = f" ({stages // layout.pp} on each rank)" if stages % layout.pp == 0 and stages > layout.pp else ""
+    each = (
+        f" ({stages // layout.pp} on each rank)"
+        if stages % layout.pp == 0 and stages > layout.pp
+        else ""
+    )
     return f"{layout.pp_schedule_csv or layout.pp_schedule}, {stages} stages{each}"
 
 
@@ -218,10 +222,15 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half)"
     )
     if sample := costs_of(job.model).sample:
-        flops += f"; {counts.flops_per_token_full * job.training.seq_len / 1e12:,.4g} TFLOP an {sample}"
+        flops += (
+            f"; {counts.flops_per_token_full * job.training.seq_len / 1e12:,.4g} TFLOP an {sample}"
+        )
     return [
         *facts,
-        ("execution", f"activation checkpointing {job.activation_checkpoint.mode}, {compiled}, {values}"),
+        (
+            "execution",
+            f"activation checkpointing {job.activation_checkpoint.mode}, {compiled}, {values}",
+        ),
         (
             "parameters",
             f"{counted(counts.parameters)} in all, {counted(counts.active_parameters)} active, {held} a rank",
@@ -247,8 +256,13 @@ def _memory(plan: Plan) -> Table:
         where = {"ranks": "all"}
         if len(plan.memory) > 1:
             where = {"ranks": f"pp {_span(first.pp_rank, last)}", "stages": ", ".join(spans)}
-        rows.append({**where, **{kind: first.kinds.get(kind, 0.0) for kind in kinds}, "peak": first.peak})
-    columns = [*(Column(name, name) for name in ("ranks", "stages")), *(Column(k, k, gib) for k in kinds)]
+        rows.append(
+            {**where, **{kind: first.kinds.get(kind, 0.0) for kind in kinds}, "peak": first.peak}
+        )
+    columns = [
+        *(Column(name, name) for name in ("ranks", "stages")),
+        *(Column(k, k, gib) for k in kinds),
+    ]
     return Table([*columns, Column("peak", "peak", gib)], rows, missing="")
 
 
@@ -274,7 +288,9 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         in_all = rate * job.world_size
         sample = costs_of(job.model).sample
         also = f", {figure(in_all / job.training.seq_len)} {sample}s/s" if sample else ""
-        facts.append(("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(in_all)} in all{also}"))
+        facts.append(
+            ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(in_all)} in all{also}")
+        )
         if (band := throughput_band(plan)) is not None:
             facts.append(("", band))
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
@@ -286,7 +302,11 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     else:
         room = plan.memory_limit - plan.peak
         used = f"{used} of {gib(plan.memory_limit)} GiB"
-        fits = f"yes: {used}, {gib(room)} GiB left" if room >= 0 else f"NO: {used}, {gib(-room)} GiB too many"
+        fits = (
+            f"yes: {used}, {gib(room)} GiB left"
+            if room >= 0
+            else f"NO: {used}, {gib(-room)} GiB too many"
+        )
         facts.append(("fits", fits))
     if (band := memory_band(plan)) is not None:
         facts.append(("", band))

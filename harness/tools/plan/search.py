@@ -64,7 +64,9 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def search(space: Space, top: int, calibration: Calibration | None = None, headroom: float = 0.0) -> Search:
+def search(
+    space: Space, top: int, calibration: Calibration | None = None, headroom: float = 0.0
+) -> Search:
     """Find the ``top`` fastest points of a space that leave ``headroom``, a fraction of the usable memory.
 
     Raises:
@@ -124,7 +126,9 @@ class Search:
     """Number of points that were fully planned."""
     seconds: float = 0.0
     """Duration of the search."""
-    _known: dict[Key, list[tuple[int, int, float]]] = field(default_factory=lambda: defaultdict(list))
+    _known: dict[Key, list[tuple[int, int, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """Points that did not fit, by family: rows, saved activations, bytes too many."""
     _passes: Memo = field(default_factory=Memo)
 
@@ -166,7 +170,9 @@ class Search:
         if len(layouts) > MOST_LAYOUTS:
             raise _too_many(space, f"{MOST_LAYOUTS:,} layouts")
         if not layouts:
-            axes = ", ".join(sorted(name for name in space.typed if name.startswith("parallelism.")))
+            axes = ", ".join(
+                sorted(name for name in space.typed if name.startswith("parallelism."))
+            )
             raise UserError(
                 f"no layout has {plural(space.world, 'rank')} with the fields on the command line ({axes}); "
                 "would work: fewer of these fields, or other values"
@@ -214,13 +220,17 @@ class Search:
         with progress(2, seconds=10.0) as begin:
             begin(f"estimates of {plural(self.points, 'way')}")
             estimates = Estimates(base, machine)
-            estimated = [(rounded(estimates.seconds(point)), point) for point in chain.from_iterable(groups)]
+            estimated = [
+                (rounded(estimates.seconds(point)), point) for point in chain.from_iterable(groups)
+            ]
             estimated.sort(key=lambda pair: pair[0])
             begin("plans of the fastest")
             for seconds, point in estimated:
                 if not self._may_matter(seconds, point):
                     self.slower += 1
-                elif lacks := self._known_shortfall(point, least[point.family]) or self._plan(point):
+                elif lacks := self._known_shortfall(point, least[point.family]) or self._plan(
+                    point
+                ):
                     self.too_large += 1
                     self.closest = min(self.closest or (math.inf, point), (lacks, point))
         as_fast = sum(each.order[0] <= self.best[-1].order[0] for each in self.fitting)
@@ -310,7 +320,9 @@ class Estimates(Memo):
         self._first = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
 
     def seconds(self, point: LayoutPoint) -> float:
-        layout = self.once(("layout", point.placement), lambda: point.layout(self._base.parallelism))
+        layout = self.once(
+            ("layout", point.placement), lambda: point.layout(self._base.parallelism)
+        )
         loads_key = ("loads", *point[3:6], point.rows, point.mode, point.pp > 1)
         ranks_key = ("ranks", point.pp, point.schedule, point.layers_per_stage)
 
@@ -321,12 +333,15 @@ class Estimates(Memo):
             for own, earlier in self.once(ranks_key, lambda: self._ranks(layout)):
                 busy = sum(count * sum(loads[part]) for part, count in own.items())
                 idle = sum(
-                    count * (loads[part][0] + returns * loads[part][1]) for part, count in earlier.items()
+                    count * (loads[part][0] + returns * loads[part][1])
+                    for part, count in earlier.items()
                 )
                 found.append((busy, idle, own))
             return found
 
-        sharing = self.once(("sharing", point.degrees, point.ep), lambda: self._sharing(point, layout))
+        sharing = self.once(
+            ("sharing", point.degrees, point.ep), lambda: self._sharing(point, layout)
+        )
         sequences = self._base.global_batch_size // point.data_parallel
         microbatches = sequences // point.rows
         passes = sequences // point.local_batch_size
@@ -339,7 +354,10 @@ class Estimates(Memo):
     def _loads(self, point: LayoutPoint) -> dict[Any, tuple[float, float]]:
         """Seconds of one microbatch's forward and backward by part."""
         worker = Worker(point.job_unchecked(self._base), self._machine)
-        loads: dict[Any, tuple[Pass, Pass]] = {"tok_embeddings": worker.table(), "output": worker.head()}
+        loads: dict[Any, tuple[Pass, Pass]] = {
+            "tok_embeddings": worker.table(),
+            "output": worker.head(),
+        }
         for kind, layer in self._first.items():
             block = worker.block(layer)
             loads[kind] = block.forward, block.recompute + block.inputs + block.weights

@@ -114,7 +114,9 @@ def _distinguished(found: Search) -> str:
 
 def _losers(found: Search) -> str:
     shown = found.illegal.most_common(_SHOWN)
-    lines = [(count, f"illegal: {shortened(str(found.rules[field]), 150)}") for field, count in shown]
+    lines = [
+        (count, f"illegal: {shortened(str(found.rules[field]), 150)}") for field, count in shown
+    ]
     if others := sum(found.illegal.values()) - sum(count for _, count in shown):
         lines.append((others, f"illegal by {len(found.illegal) - len(shown)} other rules"))
     if found.closest is not None:
@@ -215,7 +217,9 @@ hydra:
 
 def _command(path: Path, job: Sequence[str]) -> str:
     start = ["harness", "train", "-m"]
-    flags = {home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"}
+    flags = {
+        home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"
+    }
     flags |= {(folder / "sweep").resolve(): [] for folder in config_folders().paths}
     for home, more in flags.items():
         if home in path.parents:

@@ -54,7 +54,11 @@ class LayoutPoint(NamedTuple):
     def complexity(self) -> tuple[int, bool, int]:
         """Smaller for a simpler point: axes that split, a pipeline, and options apart from the default."""
         own_stages = self.layers_per_stage is not None
-        options = (self.mode != MODES[0], self.schedule not in (None, SCHEDULES_TRIED[0]), own_stages)
+        options = (
+            self.mode != MODES[0],
+            self.schedule not in (None, SCHEDULES_TRIED[0]),
+            own_stages,
+        )
         return sum(degree > 1 for degree in self[:6]), self.pp > 1, sum(options)
 
     @property
@@ -123,7 +127,9 @@ class LayoutPoint(NamedTuple):
 
     def overrides(self, base: ParallelismConfig) -> list[str]:
         """Return the overrides that turn ``base`` into this point."""
-        typed = [f"parallelism.{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True)]
+        typed = [
+            f"parallelism.{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True)
+        ]
         if self.ep > 1 or base.ep > 1:
             typed.append(f"parallelism.ep={self.ep}")
         if base.async_tp:
@@ -184,7 +190,9 @@ class Space:
         """Yield all meshes: degrees of ``AXES``, and ep; tp stays within a node or its linked neighbours."""
         linked = self.base.cluster.linked_ranks(self.world)
         free = divisors(self.world)
-        for degrees in _products(self.world, [self._choices(f"parallelism.{axis}", free) for axis in AXES]):
+        for degrees in _products(
+            self.world, [self._choices(f"parallelism.{axis}", free) for axis in AXES]
+        ):
             of = dict(zip(AXES, degrees, strict=True))
             if "parallelism.tp" in self.typed or linked % of["tp"] == 0:
                 yield from ((degrees, ep) for ep in self._expert_degrees(of))
@@ -201,9 +209,13 @@ class Space:
         pipelined = pp > 1
         modes = self._choices("activation_checkpoint.mode", reversed(MODES))
         splits = []
-        for local in self._choices("training.local_batch_size", [share] if pipelined else divisors(share)):
+        for local in self._choices(
+            "training.local_batch_size", [share] if pipelined else divisors(share)
+        ):
             sizes = divisors(local) if pipelined and local else [1]
-            for size in self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]:
+            for size in (
+                self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]
+            ):
                 splits += [(local, size, mode) for mode in modes]
         for schedule, layers in self._schedules(pp) if pipelined else [(None, None)]:
             yield [LayoutPoint(*mesh, *split, schedule, layers) for split in splits]
@@ -254,7 +266,9 @@ def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
         if override.key == "activation_checkpoint":
             yield "activation_checkpoint.mode"
         if override.key == "parallelism":
-            yield from (f"parallelism.{axis}" for axis in (*AXES, "ep") if getattr(layout, axis) == 1)
+            yield from (
+                f"parallelism.{axis}" for axis in (*AXES, "ep") if getattr(layout, axis) == 1
+            )
     if layout.pp_schedule_csv is not None or layout.pp_modules_per_stage:
         # These options determine the pipeline.
         yield from (f"parallelism.{name}" for name in ("pp", "pp_schedule", "pp_layers_per_stage"))

@@ -19,7 +19,13 @@ from harness.model.architecture import block_kinds
 from harness.model.spec import tensors
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.tools.plan.block_cost import BlockPasses, Worker
-from harness.tools.plan.collectives import Collective, Pass, Sharing, sharing_of_block, sharing_of_table
+from harness.tools.plan.collectives import (
+    Collective,
+    Pass,
+    Sharing,
+    sharing_of_block,
+    sharing_of_table,
+)
 from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
 from harness.tools.plan.parameters import BYTES, parameters_of, planned_update
@@ -146,10 +152,19 @@ class StepModel:
         in_backward = self._behind(back, sharing, gathers=groups)
         before = self._behind([], sharing, gathers=groups)
         reduction = self._behind([], sharing, gathers=0, reduces=True)
-        return (Pass(), Pass()), {"F": forward, "B": in_backward, "I": before, "W": before}, reduction
+        return (
+            (Pass(), Pass()),
+            {"F": forward, "B": in_backward, "I": before, "W": before},
+            reduction,
+        )
 
     def _behind(
-        self, computing: Sequence[float], sharing: list[Sharing], *, gathers: int, reduces: bool = False
+        self,
+        computing: Sequence[float],
+        sharing: list[Sharing],
+        *,
+        gathers: int,
+        reduces: bool = False,
     ) -> Pass:
         """Collectives of one pass that gathers the first of ``sharing``, behind the blocks' computing."""
         collectives = list[Collective]()
@@ -179,16 +194,25 @@ class StepModel:
     def _orthogonalization(self, rank: int) -> Pass:
         """Muon's iterations and exchanges on a pipeline rank. Exchanges overlap the iterations of other
         rounds, except for the first one and the last one."""
-        update = planned_update(self.job, parameters_of(self.job, rank)) if self._exchanges else None
+        update = (
+            planned_update(self.job, parameters_of(self.job, rank)) if self._exchanges else None
+        )
         if update is None:
             return Pass()
         dtype = self.job.optimizer.newton_schulz_dtype or self.job.precision.param_dtype
         product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=BYTES[dtype])
         computing = NEWTON_SCHULZ_STEPS * sum(
-            count * (product(short, long, short) + product(short, short, short) + product(short, short, long))
+            count
+            * (
+                product(short, long, short)
+                + product(short, short, short)
+                + product(short, short, long)
+            )
             for (short, long), count in update.shapes.items()
         )
-        group = group_of(self.job, self.machine.ranks_per_node, "dp_replicate", "dp_shard", "cp", "tp")
+        group = group_of(
+            self.job, self.machine.ranks_per_node, "dp_replicate", "dp_shard", "cp", "tp"
+        )
         if not update.exchanges:
             return Pass(computing)
         size = update.sent / update.exchanges * group.ranks / (group.ranks - 1)
@@ -235,9 +259,13 @@ class StepModel:
     def traffic(self, rank: int) -> list[Traffic]:
         return self._traffic(self._rank(rank, 0.0)[1])
 
-    def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
+    def _rank(
+        self, rank: int, makespan: float
+    ) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
         """Parts of the step time of one pipeline rank, and its collectives with their counts."""
-        stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
+        stages = [
+            self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)
+        ]
         parts = dict.fromkeys(PARTS, 0.0)
         passes = self.job.accumulation_steps
         collectives: list[tuple[Collective, int]] = []
@@ -272,7 +300,9 @@ class StepModel:
             count = sum(n for _, n in own)
             link = self.machine.link_of(group)
             # Bytes that a rank sends, as a multiple of the full tensor.
-            sent = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(collective, (ranks - 1) / ranks)
+            sent = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(
+                collective, (ranks - 1) / ranks
+            )
             size = sum(each.bytes * n for each, n in own) * sent
             time = sum(each.seconds * n for each, n in own)
             exposed = sum(each.exposed * n for each, n in own)

@@ -57,7 +57,9 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
     from harness.tools.plan.remedies import remedies, remedies_as_dict, render_remedies
 
     found = remedies(made, overrides)
-    return Result(data | {"remedies": remedies_as_dict(found)}, f"{text}\n{render_remedies(made, found)}")
+    return Result(
+        data | {"remedies": remedies_as_dict(found)}, f"{text}\n{render_remedies(made, found)}"
+    )
 
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:
@@ -91,7 +93,9 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
 
     rows = load(folder)
     found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
-    measured = [Measured(job, rate, row["device"]) for job, rate, row in found if job and rate is not None]
+    measured = [
+        Measured(job, rate, row["device"]) for job, rate, row in found if job and rate is not None
+    ]
     calibration, runs = calibrate(measured, folder, cluster)
     path = target or str(folder / "calibration.json")
     calibration.write(path)

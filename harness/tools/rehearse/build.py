@@ -45,12 +45,16 @@ FAILURES = {
 _CALLED = re.compile(rf"({'|'.join(sorted(FAILURES, key=len, reverse=True))})[A-Z]\w*")
 _VERSION = re.compile(r"_v\d+$")
 # These work without a device, so cuDNN's own are used.
-_KEPT = re.compile(r"cudnnGet(Version|CudartVersion|Property|ErrorString|LastErrorString)|cuFile\w*")
+_KEPT = re.compile(
+    r"cudnnGet(Version|CudartVersion|Property|ErrorString|LastErrorString)|cuFile\w*"
+)
 
 
 def cuda_version() -> str | None:
     """Return the CUDA version of the installed torch; None for a build without CUDA."""
-    found = re.search(r"^cuda: .*= '([\d.]+)'", (_torch_folder() / "version.py").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^cuda: .*= '([\d.]+)'", (_torch_folder() / "version.py").read_text(), re.MULTILINE
+    )
     return found[1] if found else None
 
 
@@ -110,7 +114,13 @@ def _digest() -> str:
 def _build(folder: Path) -> None:
     folder.mkdir()
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", *(f"-I{path}" for path in _include_folders())]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        *(f"-I{path}" for path in _include_folders()),
+    ]
     target = folder / GPU_LIBRARY
     _run("g++", *options, *sources, "-ldl", "-o", str(target))
     unknown = folder / "unknown.cpp"
@@ -148,7 +158,9 @@ def _called() -> set[str]:
 
 def _declared() -> set[str]:
     """Return the driver's functions, which are looked up by name."""
-    header = next(folder / "cuda.h" for folder in _include_folders() if (folder / "cuda.h").exists())
+    header = next(
+        folder / "cuda.h" for folder in _include_folders() if (folder / "cuda.h").exists()
+    )
     return set(re.findall(r"CUresult CUDAAPI (cu[A-Z]\w*)\(", header.read_text()))
 
 
@@ -160,7 +172,9 @@ def _symbols(path: Path, which: str) -> set[str]:
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        lines = [
+            line for line in done.stderr.splitlines() if "error" in line
+        ] or done.stderr.splitlines()
         said = lines[0] if lines else f"exit code {done.returncode}"
         raise UserError(f"the stand-in for CUDA's libraries cannot be built: {said}")
     return done.stdout

@@ -34,7 +34,9 @@ class RehearseConfig:
         for rank in self.ranks or ():
             if not 0 <= rank < world_size:
                 rule = f"the job has {world_size} ranks"
-                raise ConfigError("rehearse.ranks", self.ranks, rule, f"ranks from 0 to {world_size - 1}")
+                raise ConfigError(
+                    "rehearse.ranks", self.ranks, rule, f"ranks from 0 to {world_size - 1}"
+                )
         if self.ranks is not None and not self.ranks:
             raise ConfigError("rehearse.ranks", "[]", "must name a rank", "null, or [0]")
 

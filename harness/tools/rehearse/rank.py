@@ -148,7 +148,9 @@ class Rehearsal:
         job = self.job
         figures = self.figures
         if job.compile.cuda_graphs:
-            self.steps = max(self.steps, EAGER_CALLS + 2)  # the last one only replays what was captured
+            self.steps = max(
+                self.steps, EAGER_CALLS + 2
+            )  # the last one only replays what was captured
         store = None if job.world_size == 1 else LoneStore()
         device = pick_device(job)
         set_up_process(job)
@@ -181,7 +183,9 @@ class Rehearsal:
         def measure_and_update(norm: Any) -> None:
             began = time.perf_counter()
             processor = time.process_time()
-            memory["gradients"] = _bytes_on_device(p.grad for p in engine.parameters if p.grad is not None)
+            memory["gradients"] = _bytes_on_device(
+                p.grad for p in engine.parameters if p.grad is not None
+            )
             self.began += time.perf_counter() - began
             self.began_processor += time.process_time() - processor
             update(norm)
@@ -199,7 +203,9 @@ class Rehearsal:
         with tempfile.TemporaryDirectory() as folder:
             job = _only_training(self.job, self.steps + 1)
             observers: list[Any] = [*observers_of(job), functools.partial(StepEnds, begin=begin)]
-            trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic(), observers)
+            trainer = Trainer(
+                job, RunFolder(Path(folder)), engine, None, time.monotonic(), observers
+            )
             with suppress(_AllRehearsed):
                 trainer.train()
         states = [state.values() for state in engine.optimizer.state.values()]
@@ -240,10 +246,16 @@ class Rehearsal:
             if kind in ("exchange", "all_to_all") and axis not in ("pp", "tp", "cp", "ep"):
                 # Experts' group may be FSDP's, and the optimizer's that of FSDP or of the world.
                 axis = "ep" if axis == "dp" and engine.job.parallelism.ep > 1 else "optimizer"
-            figures.collectives.append(CollectiveCount(axis, kind, ranks, count, size * sent_by(kind, ranks)))
+            figures.collectives.append(
+                CollectiveCount(axis, kind, ranks, count, size * sent_by(kind, ranks))
+            )
         figures.collectives.sort(key=lambda each: (each.axis, each.kind))
-        figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
-        figures.waits = [Wait(where, what, count) for (what, where), count in calls.waits.most_common()]
+        figures.communicators = [
+            " of ".join(map(str, groups.of(name))) for name in calls.communicators
+        ]
+        figures.waits = [
+            Wait(where, what, count) for (what, where), count in calls.waits.most_common()
+        ]
         figures.copies = [Copy(how, *found) for how, found in sorted(calls.copies.items())]
         figures.replays = calls.replays[0]
         figures.replayed = int(calls.replays[1])
@@ -297,7 +309,11 @@ class _Groups:
         kind, _, colour = communicator.partition(" ")
         if kind == "split":
             name = self._colours.get(int(colour))
-            return (communicator, 0) if name is None else (self._axes.get(name, name), self._ranks[name])
+            return (
+                (communicator, 0)
+                if name is None
+                else (self._axes.get(name, name), self._ranks[name])
+            )
         # Each group has a store inside of its parent's, under its name: 0//11//cuda//0; ids of pairs are 2:3.
         *stores, which = self._store.group_of(communicator).split("/")
         for name in reversed(stores):
@@ -312,7 +328,13 @@ def _axes_of_groups(mesh: Any) -> dict[str, str]:
 
     from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD
 
-    axis_of = {SHARD: "dp", "dp_replicate": "dp", EXPERT_SHARD: "dp", EXPERT: "ep", EXPERT_TENSOR: "tp"}
+    axis_of = {
+        SHARD: "dp",
+        "dp_replicate": "dp",
+        EXPERT_SHARD: "dp",
+        EXPERT: "ep",
+        EXPERT_TENSOR: "tp",
+    }
     axes = {dist.group.WORLD.group_name: "world"}  # type: ignore[union-attr]
     if mesh.context is not None:
         axes[mesh.context.group_name] = "cp"

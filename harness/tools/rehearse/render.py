@@ -46,7 +46,9 @@ def as_dict(plan: Plan, ranks: Sequence[RankFigures]) -> dict[str, Any]:
 
 
 def _as_dict(plan: Plan, figures: RankFigures) -> dict[str, Any]:
-    lines = [dataclasses.asdict(line) | {"difference": line.difference} for line in _lines(plan, figures)]
+    lines = [
+        dataclasses.asdict(line) | {"difference": line.difference} for line in _lines(plan, figures)
+    ]
     return dataclasses.asdict(figures) | {"against_plan": lines}
 
 
@@ -59,7 +61,8 @@ def _lines(plan: Plan, figures: RankFigures) -> list[Quantity]:
 
 def _rank(plan: Plan, figures: RankFigures) -> str:
     blocks = [
-        f"rank {figures.rank}" + (f", pipeline rank {figures.pp_rank}" if plan.job.parallelism.pp > 1 else "")
+        f"rank {figures.rank}"
+        + (f", pipeline rank {figures.pp_rank}" if plan.job.parallelism.pp > 1 else "")
     ]
     if figures.failure is not None:
         blocks.append(_failure(figures))
@@ -86,7 +89,11 @@ def _table(title: str, lines: Sequence[Quantity]) -> str:
     if not lines:
         return ""
     # If all lines are in bytes, the title names the unit.
-    units = {"FLOPs": ", FLOPs", "bytes": ", GiB sent"} if len({line.unit for line in lines}) > 1 else {}
+    units = (
+        {"FLOPs": ", FLOPs", "bytes": ", GiB sent"}
+        if len({line.unit for line in lines}) > 1
+        else {}
+    )
     rows = [
         {
             title: f"{line.name}{units.get(line.unit, '')}",
@@ -221,7 +228,9 @@ def work_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
         Quantity("kernels", "count", figures.launches, None),
         Quantity("products", "count", figures.product_count, None),
         Quantity("launched by the host", "count", figures.host_launches, None),
-        Quantity("products", "FLOPs", figures.product_flops, product_flops(plan.job, figures.pp_rank)),
+        Quantity(
+            "products", "FLOPs", figures.product_flops, product_flops(plan.job, figures.pp_rank)
+        ),
         Quantity("host (planned: GPU)", "seconds", figures.host_seconds, step),
         Quantity("host CPU (planned: GPU)", "seconds", figures.cpu_seconds, step),
     ]
@@ -236,7 +245,9 @@ def traffic_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
         found[1] += each.bytes
     planned: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     machine = machine_of(plan.job)
-    for expected in [] if machine is None else StepModel(plan.job, machine).traffic(figures.pp_rank):
+    for expected in (
+        [] if machine is None else StepModel(plan.job, machine).traffic(figures.pp_rank)
+    ):
         planned[expected.axis, expected.collective][0] += expected.count
         planned[expected.axis, expected.collective][1] += expected.bytes
     lines = []

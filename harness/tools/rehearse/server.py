@@ -83,7 +83,10 @@ class Rehearsals:
             os.kill(process, signal.SIGKILL)
             self._answer(time.monotonic() + config.timeout_seconds)
             return _ended(
-                job, rank, f"took longer than rehearse.timeout_seconds={config.timeout_seconds}", log
+                job,
+                rank,
+                f"took longer than rehearse.timeout_seconds={config.timeout_seconds}",
+                log,
             )
         if code != "0":
             ended = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
@@ -95,7 +98,9 @@ class Rehearsals:
         assert self._process.stdout is not None
         while b"\n" not in self._said:
             # Not the stream's readline: select cannot see what it has read ahead.
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._process.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 return None
             read = os.read(self._process.stdout.fileno(), 4096)

@@ -53,11 +53,15 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
             device = torch.cuda.current_device()
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
             undo.enter_context(patch.object(dist, "init_process_group", _without_device))
-            undo.enter_context(patch.object(dist, "barrier", partial(dist.barrier, device_ids=[device])))
+            undo.enter_context(
+                patch.object(dist, "barrier", partial(dist.barrier, device_ids=[device]))
+            )
             undo.enter_context(patch.object(ProcessGroupAllocMixin, "__init__", _after_barrier))
         undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
         undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))
-        undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
+        undo.enter_context(
+            patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows)))
+        )
         undo.enter_context(patch.dict(_FLASH_ATTENTION_IMPLS, dict.fromkeys(FLASH, lambda: None)))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
@@ -102,7 +106,9 @@ class LoneStore(dist.Store):
     def _under_own_number(self, key: str) -> bytes | None:
         """Another rank's entry for symmetric memory: this rank's own, renumbered; None for other keys."""
         head, _, number = key.rpartition("/")
-        own = next((value for k, value in self._values.items() if k.rpartition("/")[0] == head), None)
+        own = next(
+            (value for k, value in self._values.items() if k.rpartition("/")[0] == head), None
+        )
         if "SymmetricMemory" not in head or own is None:
             return None
         # It begins with the number of the device, and two ranks of one device are refused
@@ -166,7 +172,9 @@ class Zeros(Loader):
         (rows, length) = batch.shape
         documents = None
         if not self._job.data.attend_across_documents:
-            documents = (torch.arange(length) * DOCUMENTS // length).expand(rows, length).contiguous()
+            documents = (
+                (torch.arange(length) * DOCUMENTS // length).expand(rows, length).contiguous()
+            )
         return Batch(batch.inputs_BT, batch.labels_BT, documents)
 
     def state_dict(self) -> dict[str, Any]:

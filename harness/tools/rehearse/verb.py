@@ -37,7 +37,9 @@ def rehearse_plan(plan: Plan, config: RehearseConfig | None = None) -> Result:
     config = config or RehearseConfig()
     require_no_gpu(config)
     with Rehearsals() as rehearsals:
-        ranks = [rehearsals.run(plan.job, rank, config) for rank in ranks_to_rehearse(plan.job, config)]
+        ranks = [
+            rehearsals.run(plan.job, rank, config) for rank in ranks_to_rehearse(plan.job, config)
+        ]
     failed = any(rank.failure is not None for rank in ranks)
     return Result(as_dict(plan, ranks), render(plan, ranks), EXIT_FAILED if failed else EXIT_OK)
 

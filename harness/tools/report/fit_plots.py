@@ -63,14 +63,20 @@ def _draw_against(axis: Axes, made: Fits, law: Fit) -> None:
     measured = [run.loss or 0.0 for run in made.runs]
     low = min(fitted + measured)
     high = max(fitted + measured)
-    axis.plot([low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label="fitted = measured")
+    axis.plot(
+        [low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label="fitted = measured"
+    )
     flops = [run.flops for run in made.runs]
-    points = axis.scatter(fitted, measured, c=flops, norm="log", cmap="viridis", s=24, label="fitted runs")
+    points = axis.scatter(
+        fitted, measured, c=flops, norm="log", cmap="viridis", s=24, label="fitted runs"
+    )
     figure = axis.get_figure()
     assert figure is not None
     figure.colorbar(points, ax=axis, label="C, FLOPs")  # type: ignore[union-attr]
     _draw_forecasts(axis, made, [each.predicted.value for each in made.forecasts])
-    axis.set(xscale="log", yscale="log", xlabel="loss of the fit", ylabel=made.loss.replace("_", " "))
+    axis.set(
+        xscale="log", yscale="log", xlabel="loss of the fit", ylabel=made.loss.replace("_", " ")
+    )
     name_ticks(axis.xaxis, _loss)
     name_ticks(axis.yaxis, _loss)
 
@@ -106,7 +112,9 @@ def draw_isoflop(path: Path, title: str, found: Frontier) -> str:
     has_minimum = any(each.best is not None for each in found.parabolas)
     figure = new_figure(11 if has_minimum else 5.6, 4.6)
     left, *rest = axes = figure.subplots(1, 1 + has_minimum, squeeze=False)[0]
-    colors = [matplotlib.colormaps["viridis"](each) for each in np.linspace(0, 0.85, len(found.parabolas))]
+    colors = [
+        matplotlib.colormaps["viridis"](each) for each in np.linspace(0, 0.85, len(found.parabolas))
+    ]
     for color, each in zip(colors, found.parabolas, strict=True):
         left.scatter(each.variable, each.losses, color=color, s=22, label=f"{each.flops:.2g} FLOPs")
         grid = np.geomspace(each.variable.min(), each.variable.max(), _POINTS)
@@ -132,7 +140,9 @@ def _draw_best(axis: Axes, found: Frontier, colors: Sequence[Any]) -> None:
     for color, each in zip(colors, found.parabolas, strict=True):
         if each.best is not None:
             errors = [[side] for side in each.best.sides]
-            axis.errorbar([each.flops], [each.best.value], yerr=errors, fmt="o", color=color, capsize=4)
+            axis.errorbar(
+                [each.flops], [each.best.value], yerr=errors, fmt="o", color=color, capsize=4
+            )
     if found.exponent is not None and found.factor is not None:
         flops = np.array([found.parabolas[0].flops, found.parabolas[-1].flops])
         power = found.exponent

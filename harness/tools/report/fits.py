@@ -139,7 +139,9 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
         counted: which parameters count, as in ``scale.counted``.
         hold_out: leave out the runs of this many of the largest computes, and predict them.
     """
-    validated = all(_is_positive(row.get(VALIDATION)) for row in rows if row["state"] == "completed")
+    validated = all(
+        _is_positive(row.get(VALIDATION)) for row in rows if row["state"] == "completed"
+    )
     loss = VALIDATION if validated else "loss"
     runs = [_run(row, loss, counted) for row in rows if row["state"] != "skipped"]
     _require_comparable(rows)
@@ -147,7 +149,9 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
     fitted = _without_largest(done, hold_out)
     words = [f"{len(fitted)} runs are fitted, with their {loss.replace('_', ' ')}."]
     if not validated:
-        words.append("It is the loss of one batch, and noisy; `validation.interval` measures a better one.")
+        words.append(
+            "It is the loss of one batch, and noisy; `validation.interval` measures a better one."
+        )
     law, more = _law(fitted)
     words += more
     flops = [run.flops for run in fitted]
@@ -192,13 +196,19 @@ def _run(row: Row, loss: str, counted: str) -> FittedRun:
 def _require_comparable(rows: Sequence[Row]) -> None:
     done = [row for row in rows if row["state"] == "completed"]
     if not done:
-        raise UserError("no run has completed, so there is no loss to fit; would work: the same after a run")
-    names = [name for name, role, _ in leaves(Job()) if role == NUMERICS and name.startswith(SAME_DATA)]
+        raise UserError(
+            "no run has completed, so there is no loss to fit; would work: the same after a run"
+        )
+    names = [
+        name for name, role, _ in leaves(Job()) if role == NUMERICS and name.startswith(SAME_DATA)
+    ]
     for name in names:
         first = done[0].get(f"job.{name}")
         for row in done[1:]:
             if row.get(f"job.{name}") != first:
-                pair = f"{first} in {done[0]['point']} and {row.get(f'job.{name}')} in {row['point']}"
+                pair = (
+                    f"{first} in {done[0]['point']} and {row.get(f'job.{name}')} in {row['point']}"
+                )
                 raise UserError(
                     f"{name}: is {pair}, and losses on different data cannot be compared; "
                     "would work: a folder with runs on the same data"
@@ -219,7 +229,9 @@ def _law(runs: Sequence[FittedRun]) -> tuple[Fit | None, list[str]]:
     least = len(law.parameters) + SPARE
     different = len({tuple(run.variables(law)) for run in runs})
     if different < least:
-        words.append(f"No fit: a {law.name} needs {least} different runs, and there are {different}.")
+        words.append(
+            f"No fit: a {law.name} needs {least} different runs, and there are {different}."
+        )
         return None, words
     made = fit(law, [run.variables(law) for run in runs], [run.loss or 0.0 for run in runs])
     return made, [*words, *_law_in_words(made)]
@@ -240,10 +252,14 @@ def _law_in_words(made: Fit) -> list[str]:
             f"factor {SURE:g} (coefficients: {SURE_OF_COEFFICIENT:g}). More runs, or larger ones, narrow it."
         )
     if made.law is CHINCHILLA:
-        alpha, beta = (made.replicates[:, made.law.parameters.index(name)] for name in made.law.exponents)
+        alpha, beta = (
+            made.replicates[:, made.law.parameters.index(name)] for name in made.law.exponents
+        )
         value = made.values["beta"] / (made.values["alpha"] + made.values["beta"])
         best = Interval.of(value, beta / (alpha + beta))
-        words.append(f"The compute-optimal size grows as C^a, a = beta / (alpha + beta) = {in_words(best)}.")
+        words.append(
+            f"The compute-optimal size grows as C^a, a = beta / (alpha + beta) = {in_words(best)}."
+        )
     return words
 
 
@@ -263,11 +279,15 @@ def _frontiers_in_words(by_parameters: Frontier | None, by_tokens: Frontier | No
             if each.best is None
         ]
         if found.exponent is None:
-            words.append(f"IsoFLOP: the growth of the best {name} is not determined: {found.reason}.")
+            words.append(
+                f"IsoFLOP: the growth of the best {name} is not determined: {found.reason}."
+            )
         else:
             words.append(f"IsoFLOP: the best {name} grows as C^{in_words(found.exponent)}.")
             if not found.exponent.is_within(SURE):
-                words.append(f"The data do not determine this exponent of {name}: its interval is too wide.")
+                words.append(
+                    f"The data do not determine this exponent of {name}: its interval is too wide."
+                )
     return words
 
 
@@ -300,7 +320,9 @@ def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
             f"Intervals: {LEVEL:.0%}, by bootstrap. N: parameters ({counted.replace('_', '-')}), "
             "D: tokens, C: FLOPs with full attention."
         )
-        values = [{"name": name, **vars(made.law.estimate(name))} for name in made.law.law.parameters]
+        values = [
+            {"name": name, **vars(made.law.estimate(name))} for name in made.law.law.parameters
+        ]
         picture = fit_plots.draw_law(folder / "fits_law.png", title, made)
         blocks += [Table(_PARAMETERS, values, "Law", [text]), Figure(picture, "Law")]
     if predictions:
@@ -308,13 +330,21 @@ def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
         blocks.append(Table(_FORECASTS, predictions, "Predictions", [text]))
     if made.by_parameters is not None:
         picture = fit_plots.draw_isoflop(folder / "fits_isoflop.png", title, made.by_parameters)
-        blocks += [_parabolas(made.by_parameters, made.by_tokens), Figure(picture, "IsoFLOP curves")]
+        blocks += [
+            _parabolas(made.by_parameters, made.by_tokens),
+            Figure(picture, "IsoFLOP curves"),
+        ]
     blocks.append(Table(_RUNS, runs, "Runs"))
     return Document(title, made.words, blocks, [*runs, *predictions])
 
 
 def _of_run(run: FittedRun) -> Row:
-    sizes = {"N": run.parameters, "D": run.tokens, "ratio": run.tokens / run.parameters, "C": run.flops}
+    sizes = {
+        "N": run.parameters,
+        "D": run.tokens,
+        "ratio": run.tokens / run.parameters,
+        "C": run.flops,
+    }
     return {"point": run.name, **sizes, "loss": run.loss}
 
 

@@ -63,7 +63,11 @@ _OF_PARTS = (
     Column("ratio", "measured / plan", ".2f"),
 )
 _MEAN = Column("seconds", "mean s", ".4f")
-_RANGE = (Column("least", "least s", ".4f"), Column("most", "most s", ".4f"), Column("rank", "on rank"))
+_RANGE = (
+    Column("least", "least s", ".4f"),
+    Column("most", "most s", ".4f"),
+    Column("rank", "on rank"),
+)
 _OF_PHASES = (
     Column("phase", "phase"),
     Column("part", "part"),
@@ -93,7 +97,9 @@ def part_of(phase: str) -> str:
 
 def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> Document:
     """Return the report on the phases of a run; writes its picture into ``out``."""
-    files = {int(path.stem.removeprefix("rank")): path for path in (folder / FOLDER).glob("rank*.jsonl")}
+    files = {
+        int(path.stem.removeprefix("rank")): path for path in (folder / FOLDER).glob("rank*.jsonl")
+    }
     by_rank = {rank: rows for rank, path in sorted(files.items()) if (rows := read_metrics(path))}
     if not by_rank:
         raise UserError(
@@ -111,9 +117,7 @@ def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> D
     counted = f"{plural(steps, 'step')} on {plural(len(means), 'rank')}"
     summary = [f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {counted}"]
     summary += [f"slow: {each}" for each in slow_ranks(folder)] or ["no rank was found slow"]
-    text = (
-        "Means over all ranks. A collective counts while computation waits for it; `pp` includes the bubble."
-    )
+    text = "Means over all ranks. A collective counts while computation waits for it; `pp` includes the bubble."
     blocks: list[Block] = [Table(_OF_PARTS, parts, "Measured and planned", [text])]
     if draw(out / PICTURE, by_rank, job):
         heading = "One step on all ranks"
@@ -180,7 +184,9 @@ def _rows_of_stages(by_rank: dict[int, list[Row]]) -> list[Row]:
         # Only ranks with several stages write them; JSON's keys are text.
         stages = rows[0].get("stages") or {str(rows[0]["stage"]): rows[0]["phases"]}
         for stage in stages:
-            passes = [(row.get("stages", {stage: row["phases"]})[stage], row["steps"]) for row in rows]
+            passes = [
+                (row.get("stages", {stage: row["phases"]})[stage], row["steps"]) for row in rows
+            ]
             for phase, seconds in _mean_phases(passes).items():
                 if phase.startswith(("forward.", "backward.")):
                     found[int(stage)][phase][rank] = seconds
@@ -218,7 +224,9 @@ def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, flo
         where = {key: rows[-1][key] for key in ("rank", "stage", "host", "device")}
         waits = sum(s for phase, s in means[rank].items() if part_of(phase) in _WAITS)
         excess = own[rank] / median(of_stage[where["stage"]]) - 1
-        made.append(where | {"own": own[rank], "queued": queued[rank], "waits": waits, "excess": excess})
+        made.append(
+            where | {"own": own[rank], "queued": queued[rank], "waits": waits, "excess": excess}
+        )
     return made
 
 
@@ -237,7 +245,9 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     if not common:
         return False
     step = max(common)
-    rows = sorted((found[step] for found in with_spans), key=lambda row: (row["stage"], row["rank"]))
+    rows = sorted(
+        (found[step] for found in with_spans), key=lambda row: (row["stage"], row["rank"])
+    )
     rows = rows[:: -(-len(rows) // _MOST_RANKS)]
     origin = min(-row["aligned_at"] for row in rows)
     figure = new_figure(13, max(2.4, 1.3 + 0.32 * len(rows)))
@@ -254,13 +264,20 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
         for name, bars in by_color.items():
             axis.broken_barh(bars, (height - 0.42, 0.84), facecolors=_COLORS[name], linewidth=0)
     staged = job.parallelism.pp > 1
-    names = [f"stage {row['stage']}, rank {row['rank']}" if staged else f"rank {row['rank']}" for row in rows]
+    names = [
+        f"stage {row['stage']}, rank {row['rank']}" if staged else f"rank {row['rank']}"
+        for row in rows
+    ]
     axis.set_yticks(range(len(rows)), names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("ms")
     axis.margins(x=0.005)
-    handles = [Patch(facecolor=color, label=name) for name, color in _COLORS.items() if name in used]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    handles = [
+        Patch(facecolor=color, label=name) for name, color in _COLORS.items() if name in used
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8
+    )
     figure.suptitle(f"{job.name}, {layout_and_schedule(job)}: step {step}", fontsize=11)
     save(figure, path)
     return True

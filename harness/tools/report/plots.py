@@ -169,7 +169,11 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         return False
     most = max(row["seconds"] for row in every)
     unit, size = next(each for each in _UNITS if most >= 2 * each[1] or each[1] == 1)
-    sides = {"step": ("step", 1.0), "tokens": ("tokens", 1.0), "seconds": (f"{unit} of training", size)}
+    sides = {
+        "step": ("step", 1.0),
+        "tokens": ("tokens", 1.0),
+        "seconds": (f"{unit} of training", size),
+    }
     figure = new_figure(13, 1.2 + 3.3 * len(kinds))
     panels = figure.subplots(len(kinds), len(sides), sharex="col", sharey="row", squeeze=False)
     for line, loss in zip(panels, kinds, strict=True):
@@ -177,7 +181,9 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         for axis, by in zip(line, sides, strict=True):
             _draw_losses(axis, curves, by, sides[by][1], loss, over)
             axis.locator_params(axis="x", nbins=6)
-            axis.xaxis.set_major_formatter(lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}")
+            axis.xaxis.set_major_formatter(
+                lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}"
+            )
         known = [list(filter(isfinite, _losses_of(run, loss))) for run in runs]
         shown = _shown_losses(known)
         if shown is not None:
@@ -191,7 +197,9 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
     handles, names = panels[0][0].get_legend_handles_labels()
     if len(curves) > 1:
         columns = max(1, int(12 / (0.8 + 0.09 * max(map(len, names)))))
-        figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        figure.legend(
+            handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+        )
     figure.suptitle(title, fontsize=11)
     save(figure, path)
     return True
@@ -219,7 +227,9 @@ def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
     return lowest - 0.05 * height, top
 
 
-def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss: str, smooth: int) -> None:
+def _draw_losses(
+    axis: Axes, curves: Sequence[Curve], by: str, size: float, loss: str, smooth: int
+) -> None:
     drawn: Counter[str] = Counter()
     for number, curve in enumerate(curves):
         places, mean, low, high = curve.points(by, loss, smooth)
@@ -236,7 +246,9 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
         style = _STYLES[drawn[curve.numerics_id] % len(_STYLES)]
         marker = "." if len(place) <= 30 else ""
         drawn[curve.numerics_id] += 1
-        axis.plot(place, mean, color=color, ls=style, lw=1.3, zorder=order, label=name, marker=marker)
+        axis.plot(
+            place, mean, color=color, ls=style, lw=1.3, zorder=order, label=name, marker=marker
+        )
         if len(curve.runs) > 1:
             axis.fill_between(place, low, high, color=color, alpha=0.25, linewidth=0)
     axis.grid(color="#e8e8e8")

@@ -112,7 +112,9 @@ class Fit:
         """Return a parameter with its interval."""
         return Interval.of(self.values[name], self.replicates[:, self.law.parameters.index(name)])
 
-    def predict(self, variables: Sequence[Sequence[float]], *, noise: bool = False) -> list[Interval]:
+    def predict(
+        self, variables: Sequence[Sequence[float]], *, noise: bool = False
+    ) -> list[Interval]:
         """Return the loss at each point with its interval.
 
         Args:
@@ -129,12 +131,22 @@ class Fit:
         value = np.exp(log_losses(np.array(list(self.values.values()))))
         drawn = np.stack([log_losses(each) for each in self.replicates])
         if noise:
-            drawn = drawn + np.random.default_rng(1).standard_normal(drawn.shape) * self.scatter[:, None]
-        return [Interval.of(float(at), np.exp(column)) for at, column in zip(value, drawn.T, strict=True)]
+            drawn = (
+                drawn
+                + np.random.default_rng(1).standard_normal(drawn.shape) * self.scatter[:, None]
+            )
+        return [
+            Interval.of(float(at), np.exp(column))
+            for at, column in zip(value, drawn.T, strict=True)
+        ]
 
 
 def fit(
-    law: Law, variables: Sequence[Sequence[float]], losses: Sequence[float], *, replicates: int = REPLICATES
+    law: Law,
+    variables: Sequence[Sequence[float]],
+    losses: Sequence[float],
+    *,
+    replicates: int = REPLICATES,
 ) -> Fit:
     """Fit a law to losses, as in arXiv:2203.15556: the logarithm of the loss, from a grid of starts.
 
@@ -306,10 +318,13 @@ def fit_frontier(
     fitted = [np.polyval(curve, logs[group]) for group, curve in zip(groups, curves, strict=True)]
     # Relative noise is taken to be equal at all budgets.
     squares = sum(
-        float(((1 - own / targets[group]) ** 2).sum()) for group, own in zip(groups, fitted, strict=True)
+        float(((1 - own / targets[group]) ** 2).sum())
+        for group, own in zip(groups, fitted, strict=True)
     )
     random = np.random.default_rng(0)
-    scatter = np.sqrt(squares / random.chisquare(sum(len(group) - 3 for group in groups), replicates))
+    scatter = np.sqrt(
+        squares / random.chisquare(sum(len(group) - 3 for group in groups), replicates)
+    )
     minima = []
     parabolas = []
     for group, curve, own in zip(groups, curves, fitted, strict=True):
@@ -344,7 +359,9 @@ def _parabola(flops: float, variable: Array, losses: Array, curve: Array, drawn:
         side = "smaller" if at < variable.min() else "larger"
         reason = f"the minimum is outside of the runs, at {side} values"
     elif lost > MOST_LOST:
-        reason = f"noise hides the curvature: {lost:.0%} of the bootstrap replicates have no minimum"
+        reason = (
+            f"noise hides the curvature: {lost:.0%} of the bootstrap replicates have no minimum"
+        )
     else:
         best = Interval.of(at, np.exp(np.clip(drawn[~np.isnan(drawn)], -700, 700)))
         return Parabola(flops, variable, losses, curve, best)

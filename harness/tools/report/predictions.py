@@ -25,7 +25,9 @@ def delta(value: float | None, reference: float | None) -> float | None:
     return None if value is None or not reference else value / reference - 1
 
 
-def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calibration | None = None) -> Row:
+def predicted(
+    job: Job, cluster: ClusterConfig | None = None, calibration: Calibration | None = None
+) -> Row:
     """Return a plan's ``METRICS``, ``step_seconds`` and ``fits``; None where the plan has no value.
 
     Args:
@@ -73,7 +75,10 @@ def with_predictions(rows: Sequence[Row], calibration: Calibration | None = None
                 sys.stderr.write(f"WARNING {row.get('run_dir')}: no prediction: {error}\n")
         added = {f"predicted.{name}": value for name, value in values.items()}
         if values:
-            added |= {f"delta.{name}": delta(values[name], row.get(f"measured.{name}")) for name in METRICS}
+            added |= {
+                f"delta.{name}": delta(values[name], row.get(f"measured.{name}"))
+                for name in METRICS
+            }
         made.append(row | added)
     return made
 

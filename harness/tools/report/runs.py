@@ -74,7 +74,11 @@ def report_runs(
     if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
         blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
     blocks += tables_beside(rows)
-    summary = [*_summary(rows, measured), *_best_of_study(study, rows), *constants_in_words(calibration)]
+    summary = [
+        *_summary(rows, measured),
+        *_best_of_study(study, rows),
+        *constants_in_words(calibration),
+    ]
     return Document(title, summary, blocks, rows)
 
 
@@ -135,7 +139,9 @@ def _tables(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
     differ = _differing_numerics([group[0] for group in groups.values()])
     notes = []
     if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
-        notes = [f"The numerics of all runs differ ({in_short(differ)}): compare losses as well as speed."]
+        notes = [
+            f"The numerics of all runs differ ({in_short(differ)}): compare losses as well as speed."
+        ]
         groups = {"": list(chain.from_iterable(groups.values()))}
     blocks: list[Block] = []
     best = best_of(rows)
@@ -146,7 +152,9 @@ def _tables(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
             notes = [f"Runs of equal numerics (`{numerics}`): {_values(group[0], differ)}."]
             heading = f"Runs, group {number}"
             picture = f"runs_{number}.png"
-        table = replace(table_of_runs(group, heading, notes), marked=None if best is None else best["point"])
+        table = replace(
+            table_of_runs(group, heading, notes), marked=None if best is None else best["point"]
+        )
         names = [plot_name(row, table.rows) for row in table.rows]
         drawn = plots.bars(folder / picture, f"{title}: throughput and memory", names, table.rows)
         blocks.append(table)
@@ -180,7 +188,10 @@ def tables_beside(rows: Sequence[Row]) -> list[Table]:
     """Return tables of evaluations, slow ranks, runs that did not complete, and points that are no jobs."""
     names = evaluated_columns(rows)
     evaluated = [row for row in rows if not row.keys().isdisjoint(names)]
-    columns = [_OF_RUNS[0], *(Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in names)]
+    columns = [
+        _OF_RUNS[0],
+        *(Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in names),
+    ]
     slow = [row for row in rows if row.get("slow")]
     unfinished = [row for row in rows if row["state"] not in ("completed", "skipped", NOT_MEASURED)]
     skipped = [row for row in rows if row["state"] == "skipped"]
@@ -207,7 +218,11 @@ def _summary(rows: Sequence[Row], measured: Sequence[Row]) -> list[str]:
             f"The fastest: `{best['point']}`, {best[f'measured.{RATE}']:,.1f} tokens/s/rank{of_steps}."
         )
     named = (("throughput", RATE), ("memory", MEMORY))
-    errors = [f"{what} {found}" for what, name in named if (found := errors_in_words(rows, f"delta.{name}"))]
+    errors = [
+        f"{what} {found}"
+        for what, name in named
+        if (found := errors_in_words(rows, f"delta.{name}"))
+    ]
     if errors:
         lines.append(f"Predicted against measured: {'; '.join(errors)}.")
     rank = _rank_in_words(measured)
@@ -230,7 +245,11 @@ def _rank_in_words(measured: Sequence[Row]) -> str:
         if predicted is not None and rate is not None:
             pairs.append((predicted, rate))
     rank = spearman(pairs)
-    return "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"
+    return (
+        ""
+        if rank is None
+        else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"
+    )
 
 
 def layout_and_schedule(job: Job) -> str:

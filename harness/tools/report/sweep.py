@@ -53,7 +53,9 @@ def cancel(folder: Path) -> int:
     sys.stdout.write(f"cancelled {len(ids)} of {plural(len(points), 'point')}\n")
     here = sum(each.job_record is None for each in busy)
     if here:
-        sys.stdout.write(f"{here} run on this machine: ^C in their controller's terminal ends them\n")
+        sys.stdout.write(
+            f"{here} run on this machine: ^C in their controller's terminal ends them\n"
+        )
     elsewhere = len(busy) - len(ids) - here
     if elsewhere:
         raise UserError(
@@ -67,7 +69,9 @@ def cancel(folder: Path) -> int:
 
 
 def _folder(also: str = "") -> Argument:
-    return Argument("folder", type=Path, help=f"folder of a sweep{also}, e.g. runs/llama3_8b-layouts_8")
+    return Argument(
+        "folder", type=Path, help=f"folder of a sweep{also}, e.g. runs/llama3_8b-layouts_8"
+    )
 
 
 VERB = Verb(

@@ -73,14 +73,23 @@ def _phases(folder: Path, out: Path, calibration: Path | None, others: dict[str,
     written = _written(made, out, OF_PHASES)
     shown = made.blocks[0]
     assert isinstance(shown, Table)
-    return Result(written.data, f"{to_markdown(replace(shown, title='', notes=()))}\n{written.text}")
+    return Result(
+        written.data, f"{to_markdown(replace(shown, title='', notes=()))}\n{written.text}"
+    )
 
 
 def _written(made: Document, out: Path, names: tuple[str, str, str]) -> Result:
     files = made.write(out, *names)
     return Result(
-        {"title": made.title, "summary": list(made.summary), "files": files, "rows": list(made.rows)},
-        "".join(f"{line}\n" for line in [*made.summary, *files, *([] if can_draw() else [_NOT_DRAWN])]),
+        {
+            "title": made.title,
+            "summary": list(made.summary),
+            "files": files,
+            "rows": list(made.rows),
+        },
+        "".join(
+            f"{line}\n" for line in [*made.summary, *files, *([] if can_draw() else [_NOT_DRAWN])]
+        ),
     )
 
 

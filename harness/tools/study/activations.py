@@ -63,7 +63,9 @@ def measure(job: Job) -> list[Activation]:
             for name, values in record.values.items():
                 change = [now - before for now, before in zip(values, initial[name], strict=True)]
                 kind = record.kinds[name]
-                found.append(Activation(name, kind, job.model.dim, step, _rms(values), _rms(change)))
+                found.append(
+                    Activation(name, kind, job.model.dim, step, _rms(values), _rms(change))
+                )
             if step < job.steps:
                 engine.update(engine.gradients(batch).norm)
     return found
@@ -88,15 +90,22 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
         return value
 
     def after(
-        module: nn.Module, name: str, kind: str, value: Callable[[Any, Any, Any], Tensor] = of_output
+        module: nn.Module,
+        name: str,
+        kind: str,
+        value: Callable[[Any, Any, Any], Tensor] = of_output,
     ) -> None:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            record.values.setdefault(name, []).append(value(module, inputs, output).detach().float())
+            record.values.setdefault(name, []).append(
+                value(module, inputs, output).detach().float()
+            )
             record.kinds[name] = kind
 
         hooks.append(module.register_forward_hook(hook))
 
-    assert decoder.tok_embeddings is not None and decoder.output is not None, "the check has no pipeline"
+    assert decoder.tok_embeddings is not None and decoder.output is not None, (
+        "the check has no pipeline"
+    )
     after(decoder.tok_embeddings, "tok_embeddings", "embeddings")
     for layer in map(int, decoder.layers):
         block = decoder.blocks[layer]
@@ -108,7 +117,9 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
             after(block.feed_forward, f"{name}.feed_forward", "feed-forward")
         else:
             router = f"{name}.moe.router"
-            after(block.moe.router, router, "router logits", lambda module, x, _: module.logits(x[0]))
+            after(
+                block.moe.router, router, "router logits", lambda module, x, _: module.logits(x[0])
+            )
             after(block.moe, f"{name}.moe", "experts")
         after(block, name, "residual stream")
     after(decoder.output, "output", "logits")

@@ -94,7 +94,9 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
         return code
     compared = compare(techniques, job)
     if not compared:
-        sys.stderr.write("no run of the control has ended; the same command again compares the curves\n")
+        sys.stderr.write(
+            "no run of the control has ended; the same command again compares the curves\n"
+        )
         return Result({"rows": [], "summary": [], "report": None}, code=code)
     out = Path(job.converge.out or Path(job.runs_dir) / job.name / "converge")
     command = shlex.join(["harness", "converge", *overrides])
@@ -301,7 +303,9 @@ def _provenance(control: Compared) -> list[str]:
     return [f"Ran on {', '.join(facts)}."] if row else []
 
 
-def draw_curves(path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig) -> None:
+def draw_curves(
+    path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig
+) -> None:
     """Plot each technique's mean curve over the control's, whose band is the range of its seeds."""
     figure = new_figure(9, 5)
     axis = figure.subplots()
@@ -312,8 +316,19 @@ def draw_curves(path: Path, control: Curves, judged: Sequence[Compared], config:
         _, mean, _ = _band(list(each.curves.losses.values()), config)
         style = _STYLES[number // 10 % len(_STYLES)]
         axis.plot(control.steps, mean, linewidth=0.8, linestyle=style, label=each.technique.name)
-    axis.plot(control.steps, mean_of_control, color="black", linewidth=1.2, linestyle="--", label="control")
-    axis.set(xlabel="step", ylabel=f"loss, nats per token, mean of {config.smooth_steps} steps", yscale="log")
+    axis.plot(
+        control.steps,
+        mean_of_control,
+        color="black",
+        linewidth=1.2,
+        linestyle="--",
+        label="control",
+    )
+    axis.set(
+        xlabel="step",
+        ylabel=f"loss, nats per token, mean of {config.smooth_steps} steps",
+        yscale="log",
+    )
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     axis.yaxis.set_minor_formatter(lambda value, _: f"{value:.3g}")
     axis.spines[["top", "right"]].set_visible(False)
@@ -321,7 +336,9 @@ def draw_curves(path: Path, control: Curves, judged: Sequence[Compared], config:
     save(figure, path)
 
 
-def draw_differences(path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig) -> None:
+def draw_differences(
+    path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig
+) -> None:
     """Plot the relative difference from the control, paired by seed: mean and range of seeds."""
     lines = ceil(len(judged) / _COLUMNS)
     figure = new_figure(_COLUMNS * _WIDTH, lines * _HEIGHT + 0.4)
@@ -329,7 +346,9 @@ def draw_differences(path: Path, control: Curves, judged: Sequence[Compared], co
     bound = 100 * config.final_bound
     for axis, each in zip(panels.flat, judged, strict=False):
         assert each.curves is not None
-        percent = [100 * (own / control.losses[seed] - 1) for seed, own in each.curves.losses.items()]
+        percent = [
+            100 * (own / control.losses[seed] - 1) for seed, own in each.curves.losses.items()
+        ]
         low, mean, high = _band(percent, config)
         color = COLORS["predicted"] if each.word == EQUAL else COLORS["measured"]
         axis.axhspan(-bound, bound, color="#eeeeee", linewidth=0)

@@ -72,7 +72,9 @@ class CoordCheckConfig:
         """Raise ConfigError for combinations that are not allowed."""
         require_decoder(job.model, "compares widths by muP", "a decoder")
         if len(set(self.widths)) < 2:
-            raise ConfigError("coordcheck.widths", self.widths, "must be at least two widths", "[64,128]")
+            raise ConfigError(
+                "coordcheck.widths", self.widths, "must be at least two widths", "[64,128]"
+            )
         if job.world_size > 1:
             rule = "the check runs in one process; harness parity compares layouts"
             raise ConfigError("parallelism", f"{job.world_size} ranks", rule, "single")
@@ -88,7 +90,8 @@ class CoordCheckConfig:
         widths = sorted(set(self.widths))
         models = [job.model.at_width(width, field="coordcheck.widths") for width in widths]
         return {
-            width: resolve(replace(job, model=model)) for width, model in zip(widths, models, strict=True)
+            width: resolve(replace(job, model=model))
+            for width, model in zip(widths, models, strict=True)
         }
 
 
@@ -119,7 +122,9 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
     base = job.model.mup.base_dim
     name = "standard parametrization" if base is None else f"muP, base width {base}"
     picture = out / "coordcheck.png"
-    draw(picture, f"{job.model.name}, {job.optimizer.kind}, {name}", activations, found, config.bound)
+    draw(
+        picture, f"{job.model.name}, {job.optimizer.kind}, {name}", activations, found, config.bound
+    )
     steady = sum(each.word == STEADY for each in found)
     modules = [dataclasses.asdict(each) for each in found]
     data = {
@@ -134,7 +139,9 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
         "picture": str(picture),
     }
     write_atomically(out / "coordcheck.json", f"{dumps(data, indent=2)}\n".encode())
-    summary = f"{steady} of {len(found)} modules are steady ({name}; bound {config.bound:g})\n{picture}\n"
+    summary = (
+        f"{steady} of {len(found)} modules are steady ({name}; bound {config.bound:g})\n{picture}\n"
+    )
     code = EXIT_OK if steady == len(found) else EXIT_DRIFTS
     return Result(data, to_text(Table(_COLUMNS, modules)) + summary, code)
 
@@ -202,7 +209,11 @@ def slope(points: Iterable[tuple[float, float]]) -> float:
 
 
 def draw(
-    path: Path, title: str, activations: Sequence[Activation], found: Sequence[WidthExponents], bound: float
+    path: Path,
+    title: str,
+    activations: Sequence[Activation],
+    found: Sequence[WidthExponents],
+    bound: float,
 ) -> None:
     """Draw a panel for each kind of module: a line for each module and step, darker with each step.
 
@@ -218,23 +229,31 @@ def draw(
     for row, (name, words) in zip(panels, _ROWS, strict=True):
         row[0].set_ylabel(words, fontsize=8)
         for axis, kind in zip(row, kinds, strict=True):
-            _draw_kind(axis, [each for each in activations if each.kind == kind], name, last, colors)
+            _draw_kind(
+                axis, [each for each in activations if each.kind == kind], name, last, colors
+            )
             of_kind = [each for each in found if each.kind == kind]
             slopes = [each.slope if name == "rms" else each.change_slope for each in of_kind]
             worst = max(slopes) if name == "rms" else max(slopes, key=abs)
-            heading = f"{kind}\nexponent {worst:+.2f}" if name == "rms" else f"exponent {worst:+.2f}"
+            heading = (
+                f"{kind}\nexponent {worst:+.2f}" if name == "rms" else f"exponent {worst:+.2f}"
+            )
             passed = all(each.word == STEADY for each in of_kind)
             axis.set_title(heading, fontsize=8, color="black" if passed else COLORS["measured"])
     for axis in panels[-1]:
         axis.set_xlabel("width", fontsize=8)
     steady = sum(each.word == STEADY for each in found)
-    figure.suptitle(f"{title}: {steady} of {len(found)} modules steady (bound {bound:g})", fontsize=10)
+    figure.suptitle(
+        f"{title}: {steady} of {len(found)} modules steady (bound {bound:g})", fontsize=10
+    )
     scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, last), colors)
     figure.colorbar(scale, ax=panels, label="step", ticks=range(last + 1), shrink=0.6, pad=0.01)
     save(figure, path)
 
 
-def _draw_kind(axis: Any, activations: Sequence[Activation], name: str, last: int, colors: Any) -> None:
+def _draw_kind(
+    axis: Any, activations: Sequence[Activation], name: str, last: int, colors: Any
+) -> None:
     """Draw the field ``name`` of one kind of module."""
     for module in dict.fromkeys(each.module for each in activations):
         for step in range(1 if name == "change" else 0, last + 1):

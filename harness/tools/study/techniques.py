@@ -52,18 +52,27 @@ class ConvergeConfig:
             raise ConfigError("converge.seeds", "[]", "needs at least one seed", "[1,2,3]")
         repeated = [seed for seed in self.seeds if self.seeds.count(seed) > 1]
         if repeated:
-            raise ConfigError("converge.seeds", self.seeds, f"{repeated[0]} occurs twice", "each seed once")
+            raise ConfigError(
+                "converge.seeds", self.seeds, f"{repeated[0]} occurs twice", "each seed once"
+            )
         if 2 * self.smooth_steps > job.steps:
             rule = f"must be at most half of training.steps={job.steps}"
-            raise ConfigError("converge.smooth_steps", self.smooth_steps, rule, f"at most {job.steps // 2}")
+            raise ConfigError(
+                "converge.smooth_steps", self.smooth_steps, rule, f"at most {job.steps // 2}"
+            )
         if job.metrics.log_interval > self.smooth_steps:
             rule = f"must be at most converge.smooth_steps={self.smooth_steps}, whose steps need a loss"
             works = f"at most {self.smooth_steps}"
             raise ConfigError("metrics.log_interval", job.metrics.log_interval, rule, works)
-        for field, known in (("techniques", self.techniques), ("expert_techniques", self.expert_techniques)):
+        for field, known in (
+            ("techniques", self.techniques),
+            ("expert_techniques", self.expert_techniques),
+        ):
             if CONTROL in known:
                 rule = "this is the name of the job itself"
-                raise ConfigError(f"converge.{field}.{CONTROL}", known[CONTROL], rule, "another name")
+                raise ConfigError(
+                    f"converge.{field}.{CONTROL}", known[CONTROL], rule, "another name"
+                )
 
     def chosen(self, *, has_experts: bool) -> dict[str, str]:
         """Return the techniques to run: name -> overrides.
@@ -77,7 +86,10 @@ class ConvergeConfig:
                 raise ConfigError("converge.only", name, "no such technique", sorted(known))
         if not known:
             raise ConfigError(
-                "converge.techniques", "{}", "needs at least one technique", "{bf16: precision=bf16}"
+                "converge.techniques",
+                "{}",
+                "needs at least one technique",
+                "{bf16: precision=bf16}",
             )
         return {name: known[name] for name in self.only or known}
 
@@ -149,7 +161,9 @@ def _compose(
     job = composer.job(overrides).plain
     require_vocabulary(job)
     runs = {
-        seed: Composed([*overrides, f"training.seed={seed}"], with_value(job, "training.seed", seed))
+        seed: Composed(
+            [*overrides, f"training.seed={seed}"], with_value(job, "training.seed", seed)
+        )
         for seed in config.seeds
     }
     return Technique(name, own, runs)

@@ -64,9 +64,13 @@ class FlightRecorder(Observer):
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(_POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))):
+        while not self._closed.wait(
+            min(_POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))
+        ):
             if time.monotonic() >= self._deadline:
-                self._write("a collective of this step is about to time out, on this rank or another")
+                self._write(
+                    "a collective of this step is about to time out, on this rank or another"
+                )
                 self._last_second = float("inf")
 
     @property
@@ -85,16 +89,25 @@ class FlightRecorder(Observer):
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 trace = pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined]
-                place = {"rank": self._rank, "step": self._step, "time": time.time(), **_place(trace)}
+                place = {
+                    "rank": self._rank,
+                    "step": self._step,
+                    "time": time.time(),
+                    **_place(trace),
+                }
                 # By this rank's clock, because clocks of nodes differ.
                 place["late"] = self._is_in_step and time.monotonic() > self._too_late
                 place["timed_out"] = timed_out
                 (self._folder / f"place-rank{self._rank}.json").write_text(json.dumps(place) + "\n")
                 with (self._folder / f"stacks-rank{self._rank}.txt").open("w") as file:
-                    file.write(f"rank {self._rank}, step {self._step}: {why}\n{last_collective(trace)}\n\n")
+                    file.write(
+                        f"rank {self._rank}, step {self._step}: {why}\n{last_collective(trace)}\n\n"
+                    )
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
-                (self._folder / f"gloo_{self._rank}").write_bytes(pickle.dumps(readable(trace, self._rank)))
+                (self._folder / f"gloo_{self._rank}").write_bytes(
+                    pickle.dumps(readable(trace, self._rank))
+                )
             except OSError as error:
                 sys.stderr.write(f"WARNING {self._folder}: cannot write: {error}\n")
 
@@ -106,7 +119,9 @@ def readable(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     Sends and receives are removed: gloo does not record the peer, without which the analysis fails.
     """
     messages = ("gloo:send", "gloo:recv")
-    entries = [each for each in trace.get("entries", []) if not each["profiling_name"].startswith(messages)]
+    entries = [
+        each for each in trace.get("entries", []) if not each["profiling_name"].startswith(messages)
+    ]
     groups = _groups()
     for name, description in (entry["process_group"] for entry in entries):
         groups.setdefault(name, (description, [rank]))  # a destroyed group

@@ -49,7 +49,9 @@ class Marks:
     are called by name. Recomputation is a part of backward.
     """
 
-    def __init__(self, phases: Phases, parts: Sequence[ModelPart], mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self, phases: Phases, parts: Sequence[ModelPart], mesh: Mesh, device: torch.device
+    ) -> None:
         self._phases = phases
         self._undo: list[Callable[[], None]] = []
         for part in parts:

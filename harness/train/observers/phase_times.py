@@ -68,7 +68,9 @@ class StepPhases:
     def on_core(self) -> dict[str, float]:
         """Seconds of each phase, without those in which the thread waited for a core."""
         # A thread that loses its core between both readings of a mark has waited in the next span.
-        return total_of((span.phase, max(0.0, span.end - span.start - span.queued)) for span in self.spans)
+        return total_of(
+            (span.phase, max(0.0, span.end - span.start - span.queued)) for span in self.spans
+        )
 
     @property
     def aligned_at(self) -> float:

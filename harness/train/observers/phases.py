@@ -29,10 +29,20 @@ class PhaseLog(Observer):
     """The phases of this rank, from the first step on."""
 
     metrics = (
-        Metric("slow_ranks", "count", "Ranks that compute longer than others.", "`profiling.phases=true`"),
+        Metric(
+            "slow_ranks",
+            "count",
+            "Ranks that compute longer than others.",
+            "`profiling.phases=true`",
+        ),
     )
     metrics_of_rank = (
-        Metric("phase.*", "s", "Mean time of a phase in the steps done last.", "`profiling.phases=true`"),
+        Metric(
+            "phase.*",
+            "s",
+            "Mean time of a phase in the steps done last.",
+            "`profiling.phases=true`",
+        ),
     )
 
     def __init__(self, run: Run) -> None:
@@ -113,7 +123,10 @@ class PhaseLog(Observer):
         # Mean seconds of a step in which a core was missing to compute.
         queued = sum(own_seconds(phases)) - sum(own_seconds(_mean(step.on_core for step in steps)))
         passes = [step.passes for step in steps]
-        stages = {stage: _mean(each.get(stage, {}) for each in passes) for stage in sorted({*chain(*passes)})}
+        stages = {
+            stage: _mean(each.get(stage, {}) for each in passes)
+            for stage in sorted({*chain(*passes)})
+        }
         self._rows += 1
         spans = [[s.start, s.end, s.phase, s.stage] for s in last.spans if s.phase not in EXCLUDED]
         shown = {"aligned_at": last.aligned_at, "spans": spans} if self._rows <= WITH_SPANS else {}

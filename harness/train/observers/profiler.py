@@ -102,10 +102,16 @@ class Profiling(Observer):
         active = self.config.active
 
         def action(step: int) -> ProfilerAction:
-            index = max(0, step - first)  # the constructor calls this once before step_num is set below
+            index = max(
+                0, step - first
+            )  # the constructor calls this once before step_num is set below
             if index < warmup:
                 return ProfilerAction.WARMUP
-            return ProfilerAction.RECORD_AND_SAVE if index == warmup + active - 1 else ProfilerAction.RECORD
+            return (
+                ProfilerAction.RECORD_AND_SAVE
+                if index == warmup + active - 1
+                else ProfilerAction.RECORD
+            )
 
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":

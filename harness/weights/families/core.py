@@ -66,7 +66,12 @@ class TensorMapping:
     def is_same(self) -> bool:
         """Whether both tensors are the same."""
         slot = self.slot
-        return self.expert is None and slot.half is None and slot.within is None and not slot.transposed
+        return (
+            self.expert is None
+            and slot.half is None
+            and slot.within is None
+            and not slot.transposed
+        )
 
     def width(self, shape: Shape) -> int:
         """Length of the values along their last dimension, for our tensor's shape."""
@@ -228,10 +233,14 @@ class Family:
                 raise ConfigError("model.family", self.name, rule) from None
         for name, theirs in self.mtp_copies.items() if model.mtp.depth else ():
             slot = TensorSlot(f"model.layers.{model.n_layers}.{theirs}")
-            ours = name if name in shapes else "tok_embeddings.weight"  # a tied projection is the table
+            ours = (
+                name if name in shapes else "tok_embeddings.weight"
+            )  # a tied projection is the table
             yield TensorMapping(ours, slot.name, slot, is_copy=True)
 
-    def mappings_of(self, name: str, shape: Shape, n_layers: int | None = None) -> Iterator[TensorMapping]:
+    def mappings_of(
+        self, name: str, shape: Shape, n_layers: int | None = None
+    ) -> Iterator[TensorMapping]:
         """The mapping of one of our tensors, by its name and shape; raises ValueError if the family has none.
 
         ``n_layers`` is the model's number of layers, for tensors of multi-token prediction.
@@ -264,7 +273,9 @@ class Nested:
     others: tuple[str, ...]  # prefixes of all other tensors
 
 
-def same_fields(model: ModelConfig, names: Mapping[str, str], **defaults: object) -> list[ConfigField]:
+def same_fields(
+    model: ModelConfig, names: Mapping[str, str], **defaults: object
+) -> list[ConfigField]:
     """Fields of config.json that have the values of ours.
 
     Args:
@@ -291,7 +302,9 @@ _COMMON = {
 }
 
 
-def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object) -> list[ConfigField]:
+def common(
+    model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object
+) -> list[ConfigField]:
     """Fields of config.json that every family has; ``defaults`` are those of fields by name."""
 
     def all_heads(found: Mapping[str, Any]) -> object:
@@ -337,7 +350,10 @@ def layer_types(
         return every_nth([each == "full_attention" for each in types])
 
     every = model.attention.global_every_nth_layer
-    types = ["full_attention" if model.span(layer).is_whole else partial for layer in range(model.n_layers)]
+    types = [
+        "full_attention" if model.span(layer).is_whole else partial
+        for layer in range(model.n_layers)
+    ]
     ours = "attention.global_every_nth_layer"
     return ConfigField("layer_types", types, ours, shown=every, default=default, to_ours=to_ours)
 

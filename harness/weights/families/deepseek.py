@@ -97,10 +97,16 @@ def _v2(model: ModelConfig) -> list[ConfigField]:
 
 
 def _v3(model: ModelConfig) -> list[ConfigField]:
-    names = {**_DENSE_LAYERS, "norm_topk_prob": "moe.normalize_scores", "rope_interleave": "rope.interleaved"}
+    names = {
+        **_DENSE_LAYERS,
+        "norm_topk_prob": "moe.normalize_scores",
+        "rope_interleave": "rope.interleaved",
+    }
     return [
         *_config_fields(model),
-        *same_fields(model, names, first_k_dense_replace=3, norm_topk_prob=True, rope_interleave=True),
+        *same_fields(
+            model, names, first_k_dense_replace=3, norm_topk_prob=True, rope_interleave=True
+        ),
         ConfigField("topk_method", "noaux_tc", default="noaux_tc"),
         ConfigField("scoring_func", "sigmoid", default="sigmoid"),
         # Blocks of multi-token prediction that the model does not have are ignored, as by transformers.
@@ -120,7 +126,9 @@ def _refuse_v2(model: ModelConfig) -> None:
     width = model.moe.hidden_dim
     if shared < 1 or shared % width:
         rule = f"checkpoints of this family count shared experts of model.moe.hidden_dim={width}"
-        raise ConfigError("model.moe.shared_hidden_dim", shared, rule, f"{width}, or a multiple of it")
+        raise ConfigError(
+            "model.moe.shared_hidden_dim", shared, rule, f"{width}, or a multiple of it"
+        )
 
 
 def _refuse_v3(model: ModelConfig) -> None:
@@ -163,6 +171,14 @@ DEEPSEEK_V3 = Family(
     trained=_TRAINED,
     assumed=lambda _: {"moe.balance_coeff": 0.001},
     ignored=lambda model: () if model.mtp.depth else (f"model.layers.{model.n_layers}.",),
-    mtp={"embedding_norm": "enorm", "hidden_norm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"},
-    mtp_copies={"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "shared_head.head.weight"},
+    mtp={
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "proj": "eh_proj",
+        "norm": "shared_head.norm",
+    },
+    mtp_copies={
+        "tok_embeddings.weight": "embed_tokens.weight",
+        "output.weight": "shared_head.head.weight",
+    },
 )

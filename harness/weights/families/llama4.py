@@ -77,7 +77,9 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
             # Released files have an empty list for the default.
             read=lambda layers: layers[: model.n_layers] or _default_no_rope_layers(model.n_layers),
         ),
-        ConfigField("attention_chunk_size", attention.chunk, "attention.chunk", default=8192, nullable=True),
+        ConfigField(
+            "attention_chunk_size", attention.chunk, "attention.chunk", default=8192, nullable=True
+        ),
         layer_types(model, "chunked_attention", "attention_chunk_size", _default_layer_types),
         ConfigField(
             "attn_temperature_tuning",
@@ -152,5 +154,7 @@ LLAMA4 = Family(
     theta=500000.0,
     assumed=lambda model: {"moe.shared_hidden_dim": model.moe.hidden_dim},
     trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
-    nested=Nested("llama4", "text_config", "language_model.", ("vision_model.", "multi_modal_projector.")),
+    nested=Nested(
+        "llama4", "text_config", "language_model.", ("vision_model.", "multi_modal_projector.")
+    ),
 )

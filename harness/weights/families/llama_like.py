@@ -80,7 +80,9 @@ def _mixtral(model: ModelConfig) -> list[ConfigField]:
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
         *same_fields(model, names, num_experts_per_tok=2),
-        ConfigField("num_local_experts", experts, "moe.num_experts", default=8, alias="num_experts"),
+        ConfigField(
+            "num_local_experts", experts, "moe.num_experts", default=8, alias="num_experts"
+        ),
         ConfigField("sliding_window", window, "attention.window", default=None, nullable=True),
     ]
 
@@ -99,7 +101,9 @@ MIXTRAL = Family(
     names=NORMS
     | ATTENTION
     | {"moe.router": "block_sparse_moe.gate"}
-    | {f"moe.experts.{ours}": TensorSlot(f"{_EXPERT}.{ours}.weight") for ours in ("w1", "w2", "w3")},
+    | {
+        f"moe.experts.{ours}": TensorSlot(f"{_EXPERT}.{ours}.weight") for ours in ("w1", "w2", "w3")
+    },
     config_fields=_mixtral,
     requires={"moe.normalize_scores": True},
     is_mixture=True,
@@ -159,7 +163,10 @@ def _dense_at_first(layers: Any, _found: object) -> int:
     return len(layers)
 
 
-_QWEN3_NAMES = _NAMES | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+_QWEN3_NAMES = _NAMES | {
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
 QWEN2 = Family(
     name="qwen2",
     model_type="qwen2",

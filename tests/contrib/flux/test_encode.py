@@ -33,7 +33,12 @@ from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.util.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
-SHAPES = ("data=drawn_shapes", "data.options.size=16", "encode.samples=20", "encode.validation_samples=4")
+SHAPES = (
+    "data=drawn_shapes",
+    "data.options.size=16",
+    "encode.samples=20",
+    "encode.validation_samples=4",
+)
 UNITS = ("encode.unit=6", "encode.batch_size=4", "cluster.device=cpu")
 
 
@@ -50,7 +55,9 @@ def run(*typed: str) -> Any:
     return encode(job_of(*typed), [*typed])
 
 
-def loaders(folder: Path, data: DataConfig, dropout: CaptionDropout) -> tuple[EncodedLoader, EncodingLoader]:
+def loaders(
+    folder: Path, data: DataConfig, dropout: CaptionDropout
+) -> tuple[EncodedLoader, EncodingLoader]:
     """The loader of encoded pictures, and one that encodes the same pictures."""
     rows, sizes = range(2, 6), Sizes(8, 1)
     source = open_pictures(data, "train", seed=42)
@@ -69,7 +76,9 @@ def test_latents_are_those_of_training(pretrained: bool, tmp_path: Path) -> None
     result = run(*SHAPES, *more, "encode.target=latents")
     counts = {"target": "latents", "train": 20, "validation": 4, "files": 5}
     assert result.data == counts | {"seconds": result.data["seconds"]}
-    encoded, encoding = loaders(Path("latents"), job_of(*SHAPES, *more).data, CaptionDropout(0.4, 5))
+    encoded, encoding = loaders(
+        Path("latents"), job_of(*SHAPES, *more).data, CaptionDropout(0.4, 5)
+    )
     dropped = 0
     for _ in range(5):  # two epochs
         found, expected = encoded.next(), encoding.next()
@@ -81,7 +90,9 @@ def test_latents_are_those_of_training(pretrained: bool, tmp_path: Path) -> None
                 torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)  # batches of other sizes
         captions = [encoded.caption(number) for number in found.numbers_B.tolist()]
         assert captions == [encoding.caption(number) for number in found.numbers_B.tolist()]
-        with_captions = build_encoders(encoders_of(job_of(*SHAPES, *more).data), CPU).text.encode(captions)
+        with_captions = build_encoders(encoders_of(job_of(*SHAPES, *more).data), CPU).text.encode(
+            captions
+        )
         differs = (found.text_BLD - with_captions.text_BLD).abs() > 1e-4
         dropped += int(differs.flatten(1).any(1).sum())
     assert 2 < dropped < 16, "20 samples, two fifths without a caption"
@@ -104,23 +115,34 @@ def test_stopped_encoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"would work: harness encode encode.target=stopped$"):
         LatentSamples(Path("stopped"), "train", seed=0, shuffle=False)
     with pytest.raises(
-        ConfigError, match=r"has an unfinished folder of latents with another value of data\.options"
+        ConfigError,
+        match=r"has an unfinished folder of latents with another value of data\.options",
     ):
         run(*typed, "data.options.size=24")
     monkeypatch.setattr(
         LatentWriter, "write_unit", lambda *each: (written.append(each[1].name), write(*each))
     )
     run(*typed)
-    assert written == ["train-00000", "train-00001", "train-00002", "train-00003", "validation-00000"]
+    assert written == [
+        "train-00000",
+        "train-00001",
+        "train-00002",
+        "train-00003",
+        "validation-00000",
+    ]
     run(*SHAPES, "encode.target=straight")
     names = {path.name for path in Path("stopped").iterdir()}
     assert names == {path.name for path in Path("straight").iterdir()}
     for name in names - {"plan.json", "manifest.json"}:
         assert Path("stopped", name).read_bytes() == Path("straight", name).read_bytes(), name
-    first, second = (json.loads(Path(each, "manifest.json").read_bytes()) for each in ("stopped", "straight"))
+    first, second = (
+        json.loads(Path(each, "manifest.json").read_bytes()) for each in ("stopped", "straight")
+    )
     assert first["files"] == second["files"]
     assert "is complete" in run(*typed).text and len(written) == 5 + 5
-    with pytest.raises(ConfigError, match=r"^encode.target=stopped: has latents of data.kind=drawn_shapes"):
+    with pytest.raises(
+        ConfigError, match=r"^encode.target=stopped: has latents of data.kind=drawn_shapes"
+    ):
         run(*typed, "training.seed=7")
 
 
@@ -149,7 +171,9 @@ def test_order_does_not_depend_on_ranks_and_resumes() -> None:
                 part.load_state_dict(states[0])
         batch, pieces = whole.next(), [part.next() for part in parts]
         for name in ("mean_BCHW", "text_BLD", "numbers_B"):
-            assert torch.equal(getattr(batch, name), torch.cat([getattr(piece, name) for piece in pieces]))
+            assert torch.equal(
+                getattr(batch, name), torch.cat([getattr(piece, name) for piece in pieces])
+            )
 
 
 def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state() -> None:
@@ -189,7 +213,9 @@ def test_damage_is_found() -> None:
         LatentSamples(folder, "train", seed=0, shuffle=False)
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("train-00000", "../train-00000"))
-    with pytest.raises(DataError, match=r"manifest\.json is damaged: .*'\.\./train-00000' is no name"):
+    with pytest.raises(
+        DataError, match=r"manifest\.json is damaged: .*'\.\./train-00000' is no name"
+    ):
         LatentSamples(folder, "train", seed=0, shuffle=False)
 
 
@@ -202,7 +228,10 @@ def test_damage_is_found() -> None:
             "encode.target=a",
             "encode.samples=null: drawn shapes have no end; would work: encode.samples=10000",
         ),
-        ("encode.target=a encode.samples=1 data.options.crop=random", "data.options.crop=random: a picture"),
+        (
+            "encode.target=a encode.samples=1 data.options.crop=random",
+            "data.options.crop=random: a picture",
+        ),
     ],
 )
 def test_mistakes_get_one_line(typed: str, message: str) -> None:

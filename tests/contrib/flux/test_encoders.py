@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, **changed: Any) -> EncodersConfig:
     vae, t5, clip = (str(folder / name) for name in ("vae", "text_encoder_2", "text_encoder"))
-    config = EncodersConfig(vae, text="t5_clip", t5=t5, clip=clip, text_length=LENGTH, dtype="float32")
+    config = EncodersConfig(
+        vae, text="t5_clip", t5=t5, clip=clip, text_length=LENGTH, dtype="float32"
+    )
     return replace(config, **changed)
 
 
@@ -73,7 +75,9 @@ def test_encoders_are_those_of_the_pipeline(folder: Path) -> None:
         decoded = vae.decode(moments.mean_BCHW / 0.36 + 0.12).sample
     assert moments.std_BCHW is not None and encoders.autoencoder.pixels == 2
     torch.testing.assert_close(moments.mean_BCHW, scaled[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(moments.mean_BCHW + moments.std_BCHW, scaled[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        moments.mean_BCHW + moments.std_BCHW, scaled[1], rtol=1e-4, atol=1e-5
+    )
     shown = pipeline.image_processor.postprocess(decoded, output_type="np")
     written = as_bytes(encoders.autoencoder.decode(moments.mean_BCHW))
     assert np.abs(written - shown * 255).max() <= 0.51  # rounded
@@ -103,10 +107,15 @@ def test_encoders_for_debugging() -> None:
     latents = patches.encode(pixels).mean_BCHW
     assert latents.shape == (2, patches.channels, 2, 2)
     # The latent of a square of pixels has its values and no others.
-    found, expected = latents[0, :, 1, 0].sort().values, pixels[0, :, 4:, :4].flatten().sort().values
+    found, expected = (
+        latents[0, :, 1, 0].sort().values,
+        pixels[0, :, 4:, :4].flatten().sort().values,
+    )
     torch.testing.assert_close(found, expected)
     assert torch.equal(patches.decode(latents), pixels)
-    text, pooled = Words(4, 32).encode(["red circle above", "circle red above", "red circle above the sun"])
+    text, pooled = Words(4, 32).encode(
+        ["red circle above", "circle red above", "red circle above the sun"]
+    )
     assert torch.equal(text[0, :3], text[2, :3]) and not torch.equal(text[0, 3], text[2, 3])
     assert not torch.equal(text[0, 0], text[1, 0])
     # A word's vector and a position's are added.
@@ -119,8 +128,13 @@ def test_encoders_for_debugging() -> None:
 def test_folders_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data.options.t5=.*: there is no such folder"):
         build_encoders(config_of(folder, t5=str(tmp_path / "none")), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"^data.options.autoencoder=.*: cannot be loaded") as raised:
+    with pytest.raises(
+        ConfigError, match=r"^data.options.autoencoder=.*: cannot be loaded"
+    ) as raised:
         build_encoders(config_of(folder, autoencoder=str(tmp_path)), torch.device("cpu"))
     assert "\n" not in str(raised.value)
-    first, second = fingerprint_of(config_of(folder)), fingerprint_of(config_of(folder, text_length=5))
+    first, second = (
+        fingerprint_of(config_of(folder)),
+        fingerprint_of(config_of(folder, text_length=5)),
+    )
     assert first != second and first == fingerprint_of(config_of(folder))

@@ -27,9 +27,18 @@ from harness.weights.huggingface import HuggingFaceSource, write_huggingface
 
 diffusers = pytest.importorskip("diffusers")
 SMALL = (
-    *("model=flux_debug", "data=latents_synthetic", "training.seq_len=25", "model.options.text_length=9"),
+    *(
+        "model=flux_debug",
+        "data=latents_synthetic",
+        "training.seq_len=25",
+        "model.options.text_length=9",
+    ),
     *("model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_hidden_dim=128"),
-    *("model.options.axes_dims=[4,6,6]", "model.options.time_dim=256", "model.options.latent_channels=4"),
+    *(
+        "model.options.axes_dims=[4,6,6]",
+        "model.options.time_dim=256",
+        "model.options.latent_channels=4",
+    ),
 )
 PUBLISHED = {"flux_schnell": 11_891_178_560, "flux_dev": 11_901_408_320}
 """Parameters of diffusers' model built with the config.json of each repository."""
@@ -152,7 +161,9 @@ def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None
         HuggingFaceSource(tmp_path, wide)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"num_layers": 5}))
-    with pytest.raises(UserError, match=r"model.options.double_layers=2: config.json has num_layers 5"):
+    with pytest.raises(
+        UserError, match=r"model.options.double_layers=2: config.json has num_layers 5"
+    ):
         HuggingFaceSource(tmp_path, small(guidance=False))
 
 
@@ -170,7 +181,8 @@ def test_original_file(guidance: bool, tmp_path: Path) -> None:
     convert = names["convert_flux_transformer_checkpoint_to_diffusers"]
     generator = torch.Generator().manual_seed(2)
     original = {
-        name: torch.randn(shape, generator=generator) for name, shape in original_shapes(model).items()
+        name: torch.randn(shape, generator=generator)
+        for name, shape in original_shapes(model).items()
     }
     (tmp_path / "original").mkdir()
     save_file(original, tmp_path / "original" / "flux1-dev.safetensors")

@@ -26,13 +26,17 @@ def test_layouts_agree_with_one_process(pool: RankPool, name: str) -> None:
     require_parity(pool, name, layout(name, *GUIDED))
 
 
-def run(pool: RankPool, folder: Path, *overrides: str, stop_after: int | None = None) -> list[Outcome]:
+def run(
+    pool: RankPool, folder: Path, *overrides: str, stop_after: int | None = None
+) -> list[Outcome]:
     job = compose_job([*GUIDED, f"runs_dir={folder}", *overrides])
     folder.mkdir(exist_ok=True)
     return pool.run(job.world_size, train, job.to_json(), str(folder), stop_after)
 
 
-def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(pool: RankPool, tmp_path: Path) -> None:
+def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
+    pool: RankPool, tmp_path: Path
+) -> None:
     """Noise, times and dropped captions continue, and so does the moving average of the weights."""
     common = ("parallelism=fsdp", "parallelism.dp_shard=2", "training.steps=4")
     straight = run(pool, tmp_path / "straight", *common, "checkpoint=disabled")

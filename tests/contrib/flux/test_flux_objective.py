@@ -12,7 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness.compose.composer import compose_job
 from harness.contrib.flux.config import FlowConfig, flux_of
 from harness.contrib.flux.model import Flux, unpack
-from harness.contrib.flux.objective import FlowLoss, ImageBatch, shift_of, training_flow, validation_flow
+from harness.contrib.flux.objective import (
+    FlowLoss,
+    ImageBatch,
+    shift_of,
+    training_flow,
+    validation_flow,
+)
 from harness.model.architecture import architecture_of
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.plan.make import make_plan
@@ -68,13 +74,17 @@ def test_posterior_is_sampled_in_training_only() -> None:
 
 def test_times_are_logit_normal_and_shifted() -> None:
     numbers = list(range(4000))
-    batch = ImageBatch(torch.zeros(4000, 1, 2, 2), None, *torch.zeros(2, 4000, 1, 1), torch.tensor(numbers))
+    batch = ImageBatch(
+        torch.zeros(4000, 1, 2, 2), None, *torch.zeros(2, 4000, 1, 1), torch.tensor(numbers)
+    )
     config = FlowConfig(time_mean=0.3, time_std=0.8, base_shift=0.0, max_shift=0.0)
     logits = training_flow(batch, config, seed=0).times_B.logit()
     assert float(logits.mean()) == pytest.approx(0.3, abs=0.05)
     assert float(logits.std()) == pytest.approx(0.8, abs=0.05)
     # t' / (1 - t') = e^s t / (1 - t)
-    shifted = training_flow(batch, FlowConfig(0.3, 0.8, base_shift=0.7, max_shift=0.7), seed=0).times_B
+    shifted = training_flow(
+        batch, FlowConfig(0.3, 0.8, base_shift=0.7, max_shift=0.7), seed=0
+    ).times_B
     torch.testing.assert_close(shifted.logit(), logits + 0.7, rtol=1e-3, atol=1e-3)
 
 
@@ -98,14 +108,23 @@ def test_loss_is_a_mean_over_values_and_the_denominators_tokens() -> None:
     torch.testing.assert_close(loss(predicted, target), expected)
 
 
-SMALL = ("model=flux_debug", "data=latents_synthetic", "training.seq_len=32", "training.global_batch_size=4")
+SMALL = (
+    "model=flux_debug",
+    "data=latents_synthetic",
+    "training.seq_len=32",
+    "training.global_batch_size=4",
+)
 
 
 def test_captions_are_dropped_by_the_samples_number() -> None:
     job = compose_job([*SMALL, "training.objective_options.caption_dropout=0.5"])
     loader = loader_of(job, None, range(4))  # type: ignore[arg-type]
     texts = torch.cat([loader.next().text_BLD for _ in range(16)])
-    [empty] = {tuple(text.flatten().tolist()) for text in texts if (texts == text).all(-1).all(-1).sum() > 1}
+    [empty] = {
+        tuple(text.flatten().tolist())
+        for text in texts
+        if (texts == text).all(-1).all(-1).sum() > 1
+    }
     dropped = [tuple(text.flatten().tolist()) == empty for text in texts]
     assert 16 < sum(dropped) < 48
     part = loader_of(job, None, range(2, 4))  # type: ignore[arg-type]
@@ -117,26 +136,35 @@ def test_captions_are_dropped_by_the_samples_number() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"pooled_BP": (4, 64)}, "pooled_dim is 32, and the data has 64; would work: model.options.poo"),
+        (
+            {"pooled_BP": (4, 64)},
+            "pooled_dim is 32, and the data has 64; would work: model.options.poo",
+        ),
         (
             {"text_BLD": (4, 8, 64), "mean_BCHW": (4, 16, 12, 8)},
             "text_length is 16, and the data has 8; would work: model.options.text_length=8",
         ),
     ],
 )
-def test_data_of_another_shape_is_one_line(changed: dict[str, tuple[int, ...]], message: str) -> None:
+def test_data_of_another_shape_is_one_line(
+    changed: dict[str, tuple[int, ...]], message: str
+) -> None:
     job, device = compose_job([*SMALL, "cluster.device=cpu"]), torch.device("cpu")
     with process_group(job, device):
         engine = Engine(job, device)
         batch = loader_of(job, None, engine.rows).next()  # type: ignore[arg-type]
-        other = batch._replace(**{name: torch.zeros(shape) for name, shape in changed.items()}, std_BCHW=None)
+        other = batch._replace(
+            **{name: torch.zeros(shape) for name, shape in changed.items()}, std_BCHW=None
+        )
         with pytest.raises(DataError, match=rf"^model\.options\.{message}"):
             engine.evaluate(other)
 
 
 @pytest.mark.parametrize("schema", [EvaluateJob, CoordCheckJob])
 def test_commands_for_text_refuse_pictures(schema: type) -> None:
-    with pytest.raises(ConfigError, match=r"model=flux_debug makes pictures, and this command .*would work"):
+    with pytest.raises(
+        ConfigError, match=r"model=flux_debug makes pictures, and this command .*would work"
+    ):
         job = compose_job([*SMALL, "cluster.device=cpu", "tokenizer=bytes"], schema=schema)
         job.coordcheck.validate(job)
 
@@ -149,7 +177,9 @@ def test_flops_are_those_that_torch_counts() -> None:
         image = torch.zeros(1, 16, flux_of(model).token_width)
         text = torch.zeros(1, 16, flux_of(model).context_dim)
         with FlopCounterMode(display=False) as counter:
-            part(image, text, torch.zeros(1, flux_of(model).pooled_dim), torch.zeros(1)).sum().backward()
+            part(
+                image, text, torch.zeros(1, flux_of(model).pooled_dim), torch.zeros(1)
+            ).sum().backward()
     counted = architecture_of(model).account(model, tokens).flops_per_token_full * tokens
     # The inputs' gradients of the first linears are not computed; attention's backward recomputes scores.
     assert counter.get_total_flops() == pytest.approx(counted, rel=0.02)

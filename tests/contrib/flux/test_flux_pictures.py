@@ -27,16 +27,35 @@ from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder
 
 TINY = (
-    *("experiment=flux_debug", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.n_layers=2"),
-    *("model.options.double_layers=1", "model.ffn_hidden_dim=32", "model.options.axes_dims=[4,6,6]"),
+    *(
+        "experiment=flux_debug",
+        "model.dim=32",
+        "model.n_heads=2",
+        "model.n_kv_heads=2",
+        "model.n_layers=2",
+    ),
+    *(
+        "model.options.double_layers=1",
+        "model.ffn_hidden_dim=32",
+        "model.options.axes_dims=[4,6,6]",
+    ),
     *(
         "model.options.time_dim=16",
         "data.options.size=8",
         "training.seq_len=12",
         "training.global_batch_size=4",
     ),
-    *("schedule.warmup_steps=0", "cluster.device=cpu", "metrics.console=none", "validation.steps=1"),
-    *("validation.options.pictures=3", "validation.options.picture_steps=2", "model.options.zero_init=false"),
+    *(
+        "schedule.warmup_steps=0",
+        "cluster.device=cpu",
+        "metrics.console=none",
+        "validation.steps=1",
+    ),
+    *(
+        "validation.options.pictures=3",
+        "validation.options.picture_steps=2",
+        "model.options.zero_init=false",
+    ),
 )
 
 
@@ -70,7 +89,12 @@ def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
     # A picture depends on the seed and its number, not on the other prompts.
     again = pictures(run.path, tmp_path / "b", prompts, "generate.batch_size=1")
     assert np.abs(np.subtract(first, again, dtype=int)).max() <= 1  # rounded
-    for other in ("generate.seed=1", "generate.options.cfg=3", "ema=true", "generate.options.shift=false"):
+    for other in (
+        "generate.seed=1",
+        "generate.options.cfg=3",
+        "ema=true",
+        "generate.options.shift=false",
+    ):
         assert np.any(pictures(run.path, tmp_path / "c", prompts, other)[1] != first[1]), other
     large = pictures(run.path, tmp_path / "d", prompts, "generate.options.size=16")
     assert large[0].shape == (16, 16, 3)
@@ -87,25 +111,43 @@ def test_online_encoders_of_folders(tmp_path: Path) -> None:
     """The encoders compute in the training loop, and harness generate finds them in the checkpoint."""
     typed = (
         *overrides(save_encoders(tmp_path / "flux")),
-        *("model.options.latent_channels=4", "model.options.text_length=10", "model.options.context_dim=16"),
-        *("model.options.pooled_dim=12", "training.seq_len=14", "training.steps=1", "validation.interval=1"),
+        *(
+            "model.options.latent_channels=4",
+            "model.options.text_length=10",
+            "model.options.context_dim=16",
+        ),
+        *(
+            "model.options.pooled_dim=12",
+            "training.seq_len=14",
+            "training.steps=1",
+            "validation.interval=1",
+        ),
     )
     run = train(tmp_path, *typed)
     [found] = pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]")
     assert found.shape == (8, 8, 3)
-    with pytest.raises(ConfigError, match=r"^data.options.autoencoder=patches: makes 12 values where"):
+    with pytest.raises(
+        ConfigError, match=r"^data.options.autoencoder=patches: makes 12 values where"
+    ):
         changed = ("data.options.autoencoder=patches", "data.options.patch=2")
         pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *changed)
 
 
 def test_pictures_have_the_size_of_training() -> None:
     """It follows from the length of sequences: encoded pictures have no other field that says it."""
-    typed = ("model=flux_debug", "model.options.text_length=8", "generate.checkpoint=x", "cluster.device=cpu")
+    typed = (
+        "model=flux_debug",
+        "model.options.text_length=8",
+        "generate.checkpoint=x",
+        "cluster.device=cpu",
+    )
     job = compose_job([*typed], config_name="generate", schema=GenerateJob)
     trained = WeightFolder("dcp", "x", {"job": {"training": {"seq_len": 8 + 6 * 6}}})
     assert trained_size(job, trained, Patches(2)) == 24
     rule = "must be given, because x records no job that trained it"
-    with pytest.raises(ConfigError, match=f"^generate.options.size=null: {rule}; would work: 1024$"):
+    with pytest.raises(
+        ConfigError, match=f"^generate.options.size=null: {rule}; would work: 1024$"
+    ):
         trained_size(job, WeightFolder("hf", "x", {}), Patches(2))
 
 
@@ -114,7 +156,11 @@ def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path: Path) 
     drawn = [rule.read(number, number) for number in range(40)]
     assert all(judge(picture, caption).all for picture, caption in drawn)
     assert sum(judge(drawn[i][0], drawn[i - 1][1]).all for i in range(40)) <= 2
-    assert {each.shape for picture, _ in drawn for each in read(picture)} == {"circle", "square", "triangle"}
+    assert {each.shape for picture, _ in drawn for each in read(picture)} == {
+        "circle",
+        "square",
+        "triangle",
+    }
     shown, captions = zip(*drawn[:9], strict=True)
     write_sheet(tmp_path / "sheet.png", shown, captions)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))

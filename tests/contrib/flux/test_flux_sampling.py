@@ -40,7 +40,9 @@ def scheduler(shifted: bool) -> Any:
 
 
 @pytest.mark.parametrize(("guidance", "shifted", "cfg"), [(True, True, 1.0), (False, False, 2.5)])
-def test_latents_are_those_of_the_pipeline(guidance: bool, shifted: bool, cfg: float, tmp_path: Path) -> None:
+def test_latents_are_those_of_the_pipeline(
+    guidance: bool, shifted: bool, cfg: float, tmp_path: Path
+) -> None:
     model = small(guidance)
     reference = theirs(model).eval()
     reference.save_pretrained(tmp_path)
@@ -77,7 +79,9 @@ def sampled(job_json: str) -> list[list[float]]:
     engine = Engine(job, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     noise = noise_of(7, [4, 9], (16, 8, 8), torch.device("cpu"))
-    captions = Embeddings(torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator))
+    captions = Embeddings(
+        torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator)
+    )
     sampler = LatentSampler(engine.parts[0], engine.mesh, flow_of(job))  # type: ignore[arg-type]
     latents = sampler.sample(noise, captions, None, Sampling(3))
     assert not any(p.isnan().any() for p in engine.parameters)
@@ -87,7 +91,12 @@ def sampled(job_json: str) -> list[list[float]]:
 LAYOUTS = {
     "fsdp": ("parallelism=fsdp", "parallelism.dp_shard=2"),
     "tp_cp": (
-        *("parallelism=tp", "parallelism.tp=2", "parallelism.cp=2", "parallelism.cp_method=ulysses"),
+        *(
+            "parallelism=tp",
+            "parallelism.tp=2",
+            "parallelism.cp=2",
+            "parallelism.cp_method=ulysses",
+        ),
         "parallelism.sequence_parallel=true",
     ),
 }
@@ -105,4 +114,6 @@ def test_noise_depends_on_seed_and_number() -> None:
     device = torch.device("cpu")
     first, second = noise_of(1, [3, 5], (2, 4), device)
     assert torch.equal(noise_of(1, [5], (2, 4), device)[0], second)
-    assert not torch.equal(first, second) and not torch.equal(first, noise_of(2, [3], (2, 4), device)[0])
+    assert not torch.equal(first, second) and not torch.equal(
+        first, noise_of(2, [3], (2, 4), device)[0]
+    )

@@ -61,7 +61,10 @@ def write_tars() -> DataConfig:
     for shard in range(2):
         with tarfile.open(f"{shard}.tar", "w") as file:
             for number in range(shard * 6, shard * 6 + 6):
-                text, plain = f"caption {number}".encode(), json.dumps({"text": f"caption {number}"}).encode()
+                text, plain = (
+                    f"caption {number}".encode(),
+                    json.dumps({"text": f"caption {number}"}).encode(),
+                )
                 caption = {"txt": text} if number % 2 else {"json": plain}
                 for suffix, data in {"json": b"{}", **caption, "PNG": content(number)}.items():
                     member = tarfile.TarInfo(f"folder.a/{number:02}.{suffix}")
@@ -98,9 +101,13 @@ def test_pictures_and_captions(write: object) -> None:
         assert caption == f"caption {number}" and pixels.shape == (8, 8, 3)
         # The center of the picture: half of it has the color.
         assert (pixels[:, 0] == 20 * number).all() and (pixels[:, -1] == 0).all()
-    train, held = (opened(data, split, validation_fraction=0.4) for split in ("train", "validation"))
+    train, held = (
+        opened(data, split, validation_fraction=0.4) for split in ("train", "validation")
+    )
     found = [{each.read(i, i)[1] for i in range(each.num or 0)} for each in (train, held)]
-    assert found[0] | found[1] == {f"caption {i}" for i in range(NUMBER)} and not found[0] & found[1]
+    assert (
+        found[0] | found[1] == {f"caption {i}" for i in range(NUMBER)} and not found[0] & found[1]
+    )
     assert found[0] and found[1]
 
 
@@ -111,7 +118,11 @@ def test_order_and_crops_are_functions_of_seed_and_number() -> None:
     epochs = [[samples.sample(epoch * NUMBER + i) for i in range(NUMBER)] for epoch in range(2)]
     orders = [[caption for _, caption in epoch] for epoch in epochs]
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
-    shares = {float((pixels[0] > 0).any(1).mean()) for pixels, caption in epochs[0] if caption != "caption 0"}
+    shares = {
+        float((pixels[0] > 0).any(1).mean())
+        for pixels, caption in epochs[0]
+        if caption != "caption 0"
+    }
     assert len(shares) > 3, "crops are at different places"
     again = RawSamples(opened(data, options=options), seed=3, shuffle=True, skips=False)
     for number in (17, 2):
@@ -141,8 +152,12 @@ def test_a_very_long_picture_is_cropped_before_it_is_resized() -> None:
 def test_a_damaged_picture_is_an_error_or_skipped() -> None:
     data = write_files()
     Path("03.png").write_bytes(content(3)[:60])
-    strict, skipping = (RawSamples(opened(data), seed=0, shuffle=False, skips=each) for each in (False, True))
-    with pytest.raises(DataError, match=r"03.png: is no picture .*would work: data.options.on_error=skip$"):
+    strict, skipping = (
+        RawSamples(opened(data), seed=0, shuffle=False, skips=each) for each in (False, True)
+    )
+    with pytest.raises(
+        DataError, match=r"03.png: is no picture .*would work: data.options.on_error=skip$"
+    ):
         strict.sample(3)
     assert skipping.sample(3)[1] == "caption 4"
     for number in range(NUMBER):
@@ -228,7 +243,10 @@ def test_drawn_shapes_hold_captions_out() -> None:
     sources = {split: DrawnShapes(split, 16, seed=5) for split in ("train", "validation")}
     drawn = {split: {source.read(i, i)[1] for i in range(400)} for split, source in sources.items()}
     assert not drawn["train"] & drawn["validation"]
-    listed = {split: {str(each) for each in (*captions(split)[0], *captions(split)[1])} for split in sources}
+    listed = {
+        split: {str(each) for each in (*captions(split)[0], *captions(split)[1])}
+        for split in sources
+    }
     assert len(listed["train"] | listed["validation"]) == 18 + 18 * 15 * 4
     assert all(drawn[split] <= listed[split] for split in sources)
     assert all(any(shape in caption for caption in drawn["train"]) for shape in SHAPES)

@@ -13,9 +13,18 @@ WIDTH, POOLED, LENGTH = 16, 12, 10
 # Blocks of both kinds. Modulations that are not zero: with zeros most gradients would be 0 at first.
 SMALL = (
     *("model=flux_debug", "model.dim=32", "model.n_layers=3", "model.ffn_hidden_dim=64"),
-    *("model.options.axes_dims=[4,2,2]", "model.options.text_length=8", "model.options.context_dim=16"),
+    *(
+        "model.options.axes_dims=[4,2,2]",
+        "model.options.text_length=8",
+        "model.options.context_dim=16",
+    ),
     *("model.options.pooled_dim=16", "model.options.time_dim=16", "model.options.zero_init=false"),
-    *("data=latents_synthetic", "training.seq_len=24", "training.global_batch_size=8", "tokenizer=bytes"),
+    *(
+        "data=latents_synthetic",
+        "training.seq_len=24",
+        "training.global_batch_size=8",
+        "tokenizer=bytes",
+    ),
     *("cluster.device=cpu", "metrics.console=none", "schedule.warmup_steps=0"),
 )
 
@@ -26,12 +35,16 @@ def save_encoders(folder: Path) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {word: i for i, word in enumerate(WORDS, start=3)}
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {
+        word: i for i, word in enumerate(WORDS, start=3)
+    }
     # CLIP's pooled embedding is that of the largest id.
     end = len(vocabulary)
     vocabulary["<end>"] = end
     t5 = transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=end + 1, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+        transformers.T5Config(
+            vocab_size=end + 1, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+        )
     )
     clip = transformers.CLIPTextModel(
         transformers.CLIPTextConfig(
@@ -49,7 +62,9 @@ def save_encoders(folder: Path) -> Path:
             for parameter in model.parameters():
                 parameter.normal_(std=0.3)
         model.save_pretrained(folder / name)
-        _tokenizer(vocabulary, last).save_pretrained(folder / name.replace("text_encoder", "tokenizer"))
+        _tokenizer(vocabulary, last).save_pretrained(
+            folder / name.replace("text_encoder", "tokenizer")
+        )
     autoencoder = diffusers.AutoencoderKL(
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -80,7 +95,11 @@ def overrides(folder: Path) -> tuple[str, ...]:
     """Overrides of a job that uses the encoders."""
     return (
         f"data.options.autoencoder={folder / 'vae'}",
-        *("data.options.text=t5_clip", f"data.options.text_length={LENGTH}", "data.options.dtype=float32"),
+        *(
+            "data.options.text=t5_clip",
+            f"data.options.text_length={LENGTH}",
+            "data.options.dtype=float32",
+        ),
         f"data.options.t5={folder / 'text_encoder_2'}",
         f"data.options.clip={folder / 'text_encoder'}",
     )

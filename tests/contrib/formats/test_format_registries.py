@@ -34,13 +34,17 @@ ROOT = Path(__file__).parents[3]
 
 def open_lines(files: list[Path], opening: Opening) -> list[Tokens]:
     """Each line of numbers is a document."""
-    documents = [[*map(int, line.split())] for file in files for line in file.read_text().splitlines()]
+    documents = [
+        [*map(int, line.split())] for file in files for line in file.read_text().splitlines()
+    ]
     ends = np.cumsum([len(each) for each in documents])
     ids = np.array([number for each in documents for number in each])
     return [TokenizedSplit(ids, np.array([0, *ends[:-1]]), opening.name)]
 
 
-LINES = TokenFormat(endings=(".ids",), open=open_lines, companions={".ids.txt": ".ids"}, reads=("dtype",))
+LINES = TokenFormat(
+    endings=(".ids",), open=open_lines, companions={".ids.txt": ".ids"}, reads=("dtype",)
+)
 
 
 def read_twos(path: str, model: ModelConfig) -> WeightSource:
@@ -57,7 +61,10 @@ TWOS = WeightFormat(
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formats above, as an installed package would add them."""
-    for registry, name, attribute in ((TOKEN_FORMATS, "lines", "LINES"), (WEIGHT_FORMATS, "twos", "TWOS")):
+    for registry, name, attribute in (
+        (TOKEN_FORMATS, "lines", "LINES"),
+        (WEIGHT_FORMATS, "twos", "TWOS"),
+    ):
         entry = EntryPoint(name, f"{__name__}:{attribute}", f"harness.{registry.kind}")
         monkeypatch.setitem(vars(registry), "plugins", {**registry.plugins, name: entry})
 
@@ -85,7 +92,9 @@ def test_token_files_of_another_package(added: None, tmp_path: Path) -> None:
         assert tokens.read(0, 5).tolist() == [1, 2, 3, 4, 5]
         assert tokens.starts_between(0, 5).tolist() == [0, 3]
     check_rules(DataConfig("tokens", format="lines"))
-    with pytest.raises(ConfigError, match=r"data\.tokens_field=ids: is read only from .* and .* is lines"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokens_field=ids: is read only from .* and .* is lines"
+    ):
         opened(tmp_path, tokens_field="ids")
 
 

@@ -67,7 +67,11 @@ def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig)
     turns = torch.polar(torch.ones_like(angles), angles)[None, :, None, :]
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weights[f"{name}.weight"]
+        return (
+            x
+            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps)
+            * weights[f"{name}.weight"]
+        )
 
     def rotated(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
@@ -110,19 +114,30 @@ def test_tables_are_one_or_split_by_columns(files: int, by_rows: bool, tmp_path:
     weights = meta_weights(CONFIGS["grouped_query"])
     save_meta(tmp_path / "meta", consolidated(weights, files, by_rows))
     source = LlamaSource(tmp_path / "meta", CONFIGS["grouped_query"])
-    for name in ("tok_embeddings.weight", "output.weight", "layers.0.attention.wo.weight", "norm.weight"):
+    for name in (
+        "tok_embeddings.weight",
+        "output.weight",
+        "layers.0.attention.wo.weight",
+        "norm.weight",
+    ):
         assert source.read(name).equal(weights[name]), name
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "says"),
     [
-        ("layers.0.attention.wq.weight", [[64, 64], [64, 64]], "do not make up [64, 64] of model=small"),
+        (
+            "layers.0.attention.wq.weight",
+            [[64, 64], [64, 64]],
+            "do not make up [64, 64] of model=small",
+        ),
         ("tok_embeddings.weight", [[48, 32], [48, 32]], "do not make up [96, 64] of model=small"),
         ("norm.weight", [[32], [32]], "do not make up [64] of model=small"),
     ],
 )
-def test_shards_that_do_not_make_up_the_model(name: str, shapes: list[list[int]], says: str) -> None:
+def test_shards_that_do_not_make_up_the_model(
+    name: str, shapes: list[list[int]], says: str
+) -> None:
     with pytest.raises(UserError) as caught:
         merge(name, [torch.zeros(shape) for shape in shapes], CONFIGS["llama2"])
     of_files = ", ".join(map(str, shapes))
@@ -130,11 +145,14 @@ def test_shards_that_do_not_make_up_the_model(name: str, shapes: list[list[int]]
 
 
 def test_files_of_other_models(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Meta's files are read for model\.family=llama, not qwen3"):
+    with pytest.raises(
+        UserError, match=r"Meta's files are read for model\.family=llama, not qwen3"
+    ):
         LlamaSource(tmp_path, CASES["qwen3"])
     for name in ("layers.3.attention.wq.weight", "layers.0.attention.wz.weight"):
         torch.save(
-            {**meta_weights(CONFIGS["llama2"]), name: torch.zeros(4)}, tmp_path / "consolidated.00.pth"
+            {**meta_weights(CONFIGS["llama2"]), name: torch.zeros(4)},
+            tmp_path / "consolidated.00.pth",
         )
         with pytest.raises(
             UserError, match=rf"consolidated\.00\.pth: .*: 1 unexpected \({re.escape(name)}\)"

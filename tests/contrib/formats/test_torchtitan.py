@@ -17,7 +17,12 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.model import AttentionConfig
-from harness.contrib.formats.torchtitan import Torchtitan, name_of, read_torchtitan, torchtitan_arguments
+from harness.contrib.formats.torchtitan import (
+    Torchtitan,
+    name_of,
+    read_torchtitan,
+    torchtitan_arguments,
+)
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.util.errors import ConfigError
@@ -39,7 +44,9 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
     write_plain(source, tmp_path)
     assert not (tmp_path / "manifest.json").exists()
     state = loaded(tmp_path, source)
-    assert {"lm_head.weight", "layers.0.attention.qkv_linear.wq.weight"} < set(state), "names of 0.3.0"
+    assert {"lm_head.weight", "layers.0.attention.qkv_linear.wq.weight"} < set(state), (
+        "names of 0.3.0"
+    )
     state = {name: state[name_of(name)] for name in ours}
     model = Decoder(config, seq_len=48)
     model.load_state_dict(ours)

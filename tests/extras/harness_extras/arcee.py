@@ -30,7 +30,9 @@ ARCEE = Family(
     name="arcee",
     model_type="arcee",
     architecture="ArceeForCausalLM",
-    names=NORMS | ATTENTION | {"feed_forward.w1": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj"},
+    names=NORMS
+    | ATTENTION
+    | {"feed_forward.w1": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj"},
     config_fields=_config_fields,
     requires={"block": "relu2"},
     refuse=both_biases,

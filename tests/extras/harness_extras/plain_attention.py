@@ -17,16 +17,25 @@ class PlainKernel(Kernel):
     def __init__(self, reach: AttentionSpec) -> None:
         super().__init__(reach)
         if reach.has_sinks:
-            raise ConfigError("training.attention", "plain", "does not support sinks", ["sdpa", "flex"])
+            raise ConfigError(
+                "training.attention", "plain", "does not support sinks", ["sdpa", "flex"]
+            )
 
-    def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    def mask(
+        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+    ) -> Tensor:
         visible = SdpaKernel(self.spec).mask(documents_BT, batch, length, device)
         if visible is None:
             visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
         return visible
 
     def forward(
-        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any | None, sinks_H: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        mask: Any | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         assert mask is not None
         groups = q_BTHD.shape[2] // k_BTKD.shape[2]

@@ -29,7 +29,11 @@ class Relu2(PreNorm):
 
     def modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
         """All modules of a pre-norm block but the gate."""
-        return (each for each in super().modules(model, layer) if not each.name.endswith("feed_forward.w3"))
+        return (
+            each
+            for each in super().modules(model, layer)
+            if not each.name.endswith("feed_forward.w3")
+        )
 
     def build(self, model: ModelConfig, layer: int) -> Block:
         from harness_extras.relu2_block import Relu2Block

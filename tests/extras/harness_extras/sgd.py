@@ -41,10 +41,16 @@ def build(
         raise ConfigError(
             "optimizer.state_dtype", config.state_dtype, rule, "float32, precision=bf16 or fp32"
         )
-    return torch.optim.SGD(groups, lr=config.lr, momentum=options.momentum, nesterov=options.nesterov)
+    return torch.optim.SGD(
+        groups, lr=config.lr, momentum=options.momentum, nesterov=options.nesterov
+    )
 
 
 # The plan counts a momentum buffer for each parameter.
 SGD = Kind(
-    "harness_extras.sgd:build", ("momentum_buffer",), has_betas=False, has_eps=False, options=SGDOptions
+    "harness_extras.sgd:build",
+    ("momentum_buffer",),
+    has_betas=False,
+    has_eps=False,
+    options=SGDOptions,
 )

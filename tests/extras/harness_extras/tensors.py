@@ -15,7 +15,9 @@ harness tensors model=arcee_debug
 def tensors(job: Job, overrides: list[str]) -> Result:
     """List names and shapes."""
     shapes = tensor_shapes(job.model)
-    return Result(dict(shapes), "".join(f"{name} {list(shape)}\n" for name, shape in shapes.items()))
+    return Result(
+        dict(shapes), "".join(f"{name} {list(shape)}\n" for name, shape in shapes.items())
+    )
 
 
 VERB = Verb("tensors", tensors, help=HELP, job=Job, has_json=True)

@@ -91,7 +91,11 @@ class Finder(importlib.abc.MetaPathFinder):
 def starve(read_text):
     def read(path, *args, **kwargs):
         text = read_text(path, *args, **kwargs)
-        return text.replace("MemAvailable:", "MemAvailable: 1 kB\nWas:") if path.name == "meminfo" else text
+        return (
+            text.replace("MemAvailable:", "MemAvailable: 1 kB\nWas:")
+            if path.name == "meminfo"
+            else text
+        )
 
     return read
 
@@ -99,5 +103,9 @@ def starve(read_text):
 chosen = os.environ.get("TEST_PATCH")
 if chosen in ACTS and "harness.train.rank" in Path("/proc/self/cmdline").read_text():
     sys.meta_path.insert(0, Finder())
-if chosen == "starved" and os.environ.get("SLURM_NODEID") == "0" and "SLURM_RESTART_COUNT" not in os.environ:
+if (
+    chosen == "starved"
+    and os.environ.get("SLURM_NODEID") == "0"
+    and "SLURM_RESTART_COUNT" not in os.environ
+):
     Path.read_text = starve(Path.read_text)

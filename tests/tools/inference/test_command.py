@@ -38,7 +38,9 @@ def run(weights: Path, *overrides: str) -> dict[str, Any]:
     return data_of(f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes", *overrides)
 
 
-def test_text_goes_to_stdout_and_rates_to_stderr(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_goes_to_stdout_and_rates_to_stderr(
+    weights: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run(weights, "prompt=def f(x): ", "generate.max_new_tokens=5")
     output = capfd.readouterr()
     assert output.out.startswith("def f(x): ")
@@ -50,7 +52,9 @@ def test_json(wanted: str, weights: Path, capsys: pytest.CaptureFixture[str]) ->
     typed = [f"checkpoint={weights}", "tokenizer=bytes", "prompt=x", "generate.prompts=[a,bcd]"]
     assert VERB.run_line([*typed, "cluster.device=cpu", "generate.max_new_tokens=5", wanted]) == 0
     found = json.loads(capsys.readouterr().out)
-    shown = [(text["prompt"], text["prompt_tokens"], len(text["tokens"])) for text in found["texts"]]
+    shown = [
+        (text["prompt"], text["prompt_tokens"], len(text["tokens"])) for text in found["texts"]
+    ]
     assert shown == [("x", 2, 5), ("a", 2, 5), ("bcd", 4, 5)]
     assert {text["ended_by"] for text in found["texts"]} == {"length"}
     assert found["decode_tokens_per_second"] > 0 and found["prefill_tokens_per_second"] > 0
@@ -61,12 +65,16 @@ def test_out_of_memory_is_one_line(
     weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def load(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has 1 GiB.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has 1 GiB."
+        )
 
     monkeypatch.setattr("harness.tools.inference.model.InferenceModel.load", load)
     assert guarded(lambda: len(run(weights, "prompt=x"))) == EXIT_MACHINE
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: out of memory: CUDA out of memory. Tried to allocate 2.50 GiB.\\nGPU 0")
+    assert line.startswith(
+        "error: out of memory: CUDA out of memory. Tried to allocate 2.50 GiB.\\nGPU 0"
+    )
     assert "; would work: a smaller batch_size" in line
 
 
@@ -86,7 +94,11 @@ def test_out_of_memory_is_one_line(
     ids=lambda value: value[:20] if isinstance(value, str) else None,
 )
 def test_files_of_prompts(
-    name: str, content: str, prompts: list[str] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    content: str,
+    prompts: list[str] | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "-":
@@ -102,10 +114,19 @@ def test_files_of_prompts(
 
 
 def test_ranks_of_a_launcher_cannot_share_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+    for name, value in (
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "here"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
-    job = generation(Path("x"), "model=llama3_tiny", "generate.prompt_file=-", "parallelism.dp_shard=2")
-    with pytest.raises(UserError, match=r"generate.prompt_file=-: 2 ranks .* cannot share standard input"):
+    job = generation(
+        Path("x"), "model=llama3_tiny", "generate.prompt_file=-", "parallelism.dp_shard=2"
+    )
+    with pytest.raises(
+        UserError, match=r"generate.prompt_file=-: 2 ranks .* cannot share standard input"
+    ):
         read_texts(job)
 
 
@@ -143,7 +164,11 @@ def test_special_tokens_in_prompts(special_tokens: str, lengths: list[int], weig
 
 
 def test_batches_do_not_change_the_text(weights: Path) -> None:
-    options = ("generate.prompts=[a,bcdef,gh]", "generate.temperature=1.5", "generate.max_new_tokens=12")
+    options = (
+        "generate.prompts=[a,bcdef,gh]",
+        "generate.temperature=1.5",
+        "generate.max_new_tokens=12",
+    )
     one, two, three = (
         [text["tokens"] for text in run(weights, *options, f"generate.batch_size={size}")["texts"]]
         for size in (1, 2, 3)

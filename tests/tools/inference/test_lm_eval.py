@@ -18,11 +18,15 @@ from harness.train.setup import process_group
 from harness.util.errors import UserError
 from harness.weights.detect import find_source
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness (extra eval) is not installed")
+lm_eval = pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness (extra eval) is not installed"
+)
 
 WINDOW, VOCABULARY = 96, 384
 # All characters stay, so that the longest rows exceed the window and lose their beginning.
-TEXT = " ".join(f"the {word} of {number} ships" for number, word in enumerate(("crew", "name", "sail") * 6))
+TEXT = " ".join(
+    f"the {word} of {number} ships" for number, word in enumerate(("crew", "name", "sail") * 6)
+)
 QUESTIONS = [
     {
         "question": TEXT[: 20 * i + 5] + "<end>" * (i % 2),
@@ -44,7 +48,9 @@ TASKS = {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+        "metric_list": [
+            {"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        ],
     },
     "local_text": {
         "output_type": "generate_until",
@@ -78,7 +84,9 @@ def folder_of(parent: Path, *, bos: bool = False) -> Path:
         ends["bos_token"] = "<begin>"
         tokenizer.add_special_tokens(["<begin>"])
         begin = ("<begin>", tokenizer.token_to_id("<begin>"))
-        tokenizer.post_processor = processors.TemplateProcessing("<begin> $A", special_tokens=[begin])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<begin> $A", special_tokens=[begin]
+        )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
     (parent / "questions.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in QUESTIONS))
     for name, task in TASKS.items():
@@ -120,7 +128,9 @@ def theirs(folder: Path, name: str, bos: bool) -> dict[str, float]:
     options = {"device": "cpu", "dtype": "float32", "batch_size": 2, "max_length": WINDOW}
     model = HFLM(pretrained=str(folder), add_bos_token=bos, **options)
     manager = TaskManager(include_path=str(folder.parent), include_defaults=False)
-    found = lm_eval.simple_evaluate(model=model, tasks=[name], task_manager=manager, log_samples=True)
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=[name], task_manager=manager, log_samples=True
+    )
     values = {key.removesuffix(",none"): value for key, value in found["results"][name].items()}
     return {key: value for key, value in values.items() if isinstance(value, float)} | {
         "samples": [sample["filtered_resps"] for sample in found["samples"][name]]
@@ -128,7 +138,9 @@ def theirs(folder: Path, name: str, bos: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_metrics(bos: bool, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics(
+    bos: bool, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of texts with special tokens, and where the tokenizer has a begin token."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = folder_of(tmp_path, bos=bos)
@@ -149,12 +161,16 @@ def test_metrics(bos: bool, tmp_path: Path, pool: RankPool, monkeypatch: pytest.
 def test_unknown_task(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     job = job_of(folder, "evaluate.tasks=[lm_eval:local_choise]")
-    with pytest.raises(UserError, match=r"local_choise: .*no such task; would work: lm_eval:local_choice"):
+    with pytest.raises(
+        UserError, match=r"local_choise: .*no such task; would work: lm_eval:local_choice"
+    ):
         on_rank(job, str(folder))
 
 
 def test_generation_needs_a_layout(tmp_path: Path, pool: RankPool) -> None:
     folder = folder_of(tmp_path)
-    job = job_of(folder, "parallelism=cp", "parallelism.cp=2", "evaluate.tasks=[lm_eval:local_text]")
+    job = job_of(
+        folder, "parallelism=cp", "parallelism.cp=2", "evaluate.tasks=[lm_eval:local_text]"
+    )
     with pytest.raises(Exception, match=r"parallelism.cp=2: the task generates text"):
         pool.run(2, on_rank, job, str(folder))

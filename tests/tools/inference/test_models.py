@@ -60,7 +60,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def prompts(case: str) -> list[Prompt]:
     generator = torch.Generator().manual_seed(3)
     vocab_size = CASES[case].vocab_size
-    return [Prompt("", torch.randint(vocab_size, (n,), generator=generator).tolist()) for n in LENGTHS]
+    return [
+        Prompt("", torch.randint(vocab_size, (n,), generator=generator).tolist()) for n in LENGTHS
+    ]
 
 
 def rows(case: str) -> list[ScoredRow]:
@@ -68,7 +70,9 @@ def rows(case: str) -> list[ScoredRow]:
     generator = np.random.default_rng(3)
     lengths = (49, 12, 30, 2, 33, 40, 7, 20, 25, 49, 5)
     vocab_size = CASES[case].vocab_size
-    return [ScoredRow(generator.integers(0, vocab_size, n), max(1, n // 2 * (n % 2))) for n in lengths]
+    return [
+        ScoredRow(generator.integers(0, vocab_size, n), max(1, n // 2 * (n % 2))) for n in lengths
+    ]
 
 
 def greedy_job(folder: Path, *overrides: str) -> GenerateJob:
@@ -104,7 +108,9 @@ def require_greedy(made: list[list[int]], theirs: Any, given: list[Prompt]) -> N
         with torch.no_grad():
             logits = theirs(torch.tensor([prompt.ids + tokens[:-1]]), use_cache=False).logits
         assert len(tokens) == NEW
-        assert tokens == logits[0, len(prompt.ids) - 1 :].argmax(-1).tolist(), f"{len(prompt.ids)} tokens"
+        assert tokens == logits[0, len(prompt.ids) - 1 :].argmax(-1).tolist(), (
+            f"{len(prompt.ids)} tokens"
+        )
 
 
 def require_scores(made: np.ndarray, theirs: Any, given: list[ScoredRow]) -> None:
@@ -115,7 +121,9 @@ def require_scores(made: np.ndarray, theirs: Any, given: list[ScoredRow]) -> Non
         labels = tokens[row.start :]
         nats = logits.log_softmax(-1).gather(1, labels[:, None]).sum().item()
         assert abs(scores[0] - nats) < 1e-4, f"row {number}: {scores[0]} and not {nats}"
-        assert scores[1] == (logits.argmax(-1) != labels).sum(), f"row {number}: tokens that are not greedy"
+        assert scores[1] == (logits.argmax(-1) != labels).sum(), (
+            f"row {number}: tokens that are not greedy"
+        )
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -177,7 +185,11 @@ def test_ranks(verb: str, case: str, layout: str, saved: Saved, pool: RankPool) 
 
 MUP = {
     "mup": set_fields(
-        PLAIN, n_kv_heads=2, tied_embeddings=True, mup__base_dim=32, mup__base_widths={"head_dim": 4}
+        PLAIN,
+        n_kv_heads=2,
+        tied_embeddings=True,
+        mup__base_dim=32,
+        mup__base_widths={"head_dim": 4},
     ),
     "mup_latents_experts": changed(
         "deepseek_v3_debug", mup__base_dim=16, mup__base_widths={"attention.qk_nope_head_dim": 4}
@@ -192,10 +204,15 @@ def test_cached_logits(case: str, lengths: tuple[int, int]) -> None:
     """Logits of every new token equal those of a pass over the complete sequences."""
     length = 40
     plain = random_model((CASES | MUP)[case], length)
-    assert case not in MUP or 1 not in (plain.config.score_multiplier, plain.config.output_multiplier)
+    assert case not in MUP or 1 not in (
+        plain.config.score_multiplier,
+        plain.config.output_multiplier,
+    )
     cached = copy.deepcopy(plain)
     cached.use_cache(length)
-    tokens = torch.randint(plain.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(
+        plain.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(5)
+    )
     with torch.no_grad():
         wanted = plain(tokens)
         now = list(lengths)

@@ -16,8 +16,12 @@ from harness.util.tables import Table
 def test_newest(tmp_path: Path) -> None:
     assert newest(tmp_path) == {}
     for loss in (3.0, 2.0):
-        append(tmp_path / EVALUATIONS, [{"task": "data", "loss": loss, "step": 4, "code.torch": "2"}])
-    append(tmp_path / EVALUATIONS, [{"task": "lm_eval:q", "acc": 0.5, "split": "all", "seq_len": 8}])
+        append(
+            tmp_path / EVALUATIONS, [{"task": "data", "loss": loss, "step": 4, "code.torch": "2"}]
+        )
+    append(
+        tmp_path / EVALUATIONS, [{"task": "lm_eval:q", "acc": 0.5, "split": "all", "seq_len": 8}]
+    )
     with (tmp_path / EVALUATIONS).open("a") as file:
         file.write('{"task": "da')
     assert newest(tmp_path) == {"evaluation.data.loss": 2.0, "evaluation.q.acc": 0.5}
@@ -25,10 +29,15 @@ def test_newest(tmp_path: Path) -> None:
 
 def test_markdown() -> None:
     rows = [{"loss": 1.0}, {"evaluation.q.acc": 0.5, "evaluation.q.examples": 4}]
-    rows = [{"point": name, "state": "completed", **row} for name, row in zip("ab", rows, strict=True)]
+    rows = [
+        {"point": name, "state": "completed", **row} for name, row in zip("ab", rows, strict=True)
+    ]
     assert tables_beside(rows[:1]) == []
     [table] = tables_beside(rows)
-    assert ([each.heading for each in table.shown], table.cells()) == (["run", "q.acc"], [["b", "0.5000"]])
+    assert ([each.heading for each in table.shown], table.cells()) == (
+        ["run", "q.acc"],
+        [["b", "0.5000"]],
+    )
 
 
 def test_report_has_the_newest_evaluations(tmp_path: Path) -> None:
@@ -36,6 +45,8 @@ def test_report_has_the_newest_evaluations(tmp_path: Path) -> None:
     append(run.folder.path / EVALUATIONS, [{"task": "lm_eval:q", "acc": 0.25, "examples": 4}])
     rows = load(tmp_path / "runs")
     assert [row["evaluation.q.acc"] for row in rows] == [0.25]
-    tables = [each for each in report_runs("runs", rows, tmp_path).blocks if isinstance(each, Table)]
+    tables = [
+        each for each in report_runs("runs", rows, tmp_path).blocks if isinstance(each, Table)
+    ]
     [table] = [each for each in tables if each.title == "Evaluations"]
     assert table.cells()[0][1:] == ["0.2500"]

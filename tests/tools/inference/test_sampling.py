@@ -35,7 +35,9 @@ FIRST = torch.eye(5)[0]
     ],
     ids=str,
 )
-def test_frequencies_are_the_probabilities(options: dict[str, float], wanted: Tensor, most: float) -> None:
+def test_frequencies_are_the_probabilities(
+    options: dict[str, float], wanted: Tensor, most: float
+) -> None:
     given = {"temperature": 1.0, "top_k": None, "top_p": 1.0, **options}
     sampler = Sampler(GenerateConfig(seed=1, **given))  # type: ignore[arg-type]
     sampler.begin(range(10), 400, torch.device("cpu"))
@@ -100,7 +102,9 @@ def test_stop_strings_equal_a_search_in_the_complete_text() -> None:
         stops = tuple("".join(generator.choices("ab", k=generator.randint(3, 7))) for _ in range(2))
         ends = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
         first = min(ends)[0] if ends else None
-        wanted = text if first is None else text[: min(place for end, place in ends if end == first)]
+        wanted = (
+            text if first is None else text[: min(place for end, place in ends if end == first)]
+        )
         stream = TextStream(BytesTokenizer(), [], stops)
         assert "".join(shown(stream, [*text.encode()])) == stream.text == wanted
         assert stream.is_stopped == bool(ends)

@@ -35,7 +35,9 @@ def test_windows_score_each_token_once(length: int, stride: int | None) -> None:
     assert all(len(row.tokens) - 1 <= 10 for row in rows)
     if stride is not None:
         later = rows[1:]
-        assert all(row.start - 1 >= min(10 - stride, row.tokens[0] + 10) for row in later), "context"
+        assert all(row.start - 1 >= min(10 - stride, row.tokens[0] + 10) for row in later), (
+            "context"
+        )
 
 
 def test_documents(tmp_path: Path) -> None:
@@ -88,7 +90,9 @@ def test_special_tokens() -> None:
 
 def compose(*overrides: str) -> EvaluateJob:
     return compose_job(
-        ["model=llama3_tiny", "cluster.device=cpu", *overrides], config_name="evaluate", schema=EvaluateJob
+        ["model=llama3_tiny", "cluster.device=cpu", *overrides],
+        config_name="evaluate",
+        schema=EvaluateJob,
     )
 
 

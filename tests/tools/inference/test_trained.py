@@ -27,7 +27,12 @@ from harness.util.errors import UserError
 from harness.weights.detect import find_source
 
 TRAINED = (
-    *("model=mixtral_debug", "model.vocab_size=258", "data=python_stdlib", "data.validation_fraction=0"),
+    *(
+        "model=mixtral_debug",
+        "model.vocab_size=258",
+        "data=python_stdlib",
+        "data.validation_fraction=0",
+    ),
     *("checkpoint=sync", "training.steps=50", "training.seq_len=64", "optimizer.lr=1e-2"),
     "schedule.warmup_steps=10",
 )
@@ -42,7 +47,10 @@ class Trained(NamedTuple):
     theirs: Any
 
     def job(self, *overrides: str) -> GenerateJob:
-        given = ["generate.prompts=[while with,'import ',return raise pass]", "generate.stop_at_end=false"]
+        given = [
+            "generate.prompts=[while with,'import ',return raise pass]",
+            "generate.stop_at_end=false",
+        ]
         job = generation(self.run_dir, *given, f"generate.max_new_tokens={NEW}", *overrides)
         return with_value(job, "training.seq_len", NEW + 32)
 
@@ -110,7 +118,10 @@ def test_damaged_metadata(trained: Trained, tmp_path: Path, pool: RankPool) -> N
         pool.run(job.world_size, generated, job, step, trained.prompts)
     failure = raised.value.failure
     assert failure is not None and failure.kind == "user"
-    assert failure.message == f"{step}: .metadata does not have the checksum it was written with (rank 0)"
+    assert (
+        failure.message
+        == f"{step}: .metadata does not have the checksum it was written with (rank 0)"
+    )
 
 
 def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) -> None:

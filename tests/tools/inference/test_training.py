@@ -56,7 +56,9 @@ def train(job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_the_verb(layout: str, tmp_path: Path, pool: RankPool) -> None:
     for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(f"document {number} has words, words and words\n" * 8)
+        (tmp_path / f"{number}.txt").write_text(
+            f"document {number} has words, words and words\n" * 8
+        )
     job = tiny(
         *LAYOUTS[layout],
         *("model.vocab_size=258", "data=local_text", "data.validation_fraction=0"),
@@ -69,7 +71,9 @@ def test_equals_the_verb(layout: str, tmp_path: Path, pool: RankPool) -> None:
     (job.run_dir / "checkpoints").mkdir(parents=True)
     (job.run_dir / "job.json").write_text(job.to_json())
     rows, result = pool.run(job.world_size, train, job)[0]
-    inside = {row.pop("step"): row for row in rows if any(name.startswith("evaluation.") for name in row)}
+    inside = {
+        row.pop("step"): row for row in rows if any(name.startswith("evaluation.") for name in row)
+    }
     assert list(inside) == [INTERVAL, STEPS]
     assert len(inside[STEPS]) > 4
     typed = [f"checkpoint={job.run_dir}", "cluster.device=cpu", "evaluate.stride=16"]

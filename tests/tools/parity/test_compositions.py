@@ -41,7 +41,11 @@ def judge(pool: RankPool) -> LayoutComparer:
 
 
 @pytest.mark.parametrize(
-    "seed", [*QUICK, *(pytest.param(each, marks=pytest.mark.thorough) for each in ALL if each not in QUICK)]
+    "seed",
+    [
+        *QUICK,
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ALL if each not in QUICK),
+    ],
 )
 def test_a_random_job_computes_what_one_process_computes(judge: LayoutComparer, seed: int) -> None:
     overrides, job = sampled(seed)
@@ -77,7 +81,9 @@ def test_the_job_in_float32_has_no_other_format(typed: str) -> None:
     exact, own = comparisons(job)
 
     def rounding(job: ParityJob) -> list[str]:
-        found = [name for name, role, value in leaves(job) if role == NUMERICS and value == "bfloat16"]
+        found = [
+            name for name, role, value in leaves(job) if role == NUMERICS and value == "bfloat16"
+        ]
         return [name for name in found if not name.startswith("data.")]
 
     assert rounding(own) == rounding(job) != []
@@ -123,7 +129,12 @@ def test_samples_cover_every_axis() -> None:
 
 
 def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutComparer) -> None:
-    typed = ["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "precision=bf16"]
+    typed = [
+        "model=qwen3_moe_debug",
+        "parallelism.dp_shard=2",
+        "parallelism.ep=2",
+        "precision=bf16",
+    ]
     typed += ["training.seq_len=32", "training.global_batch_size=4", "model.moe.aux_loss_coeff=0"]
     composer = Composer("parity", ParityJob)
     job = composer.job(typed).plain

@@ -104,7 +104,11 @@ def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> 
     """The content of the file is part of the job: a changed file is another job and is refused."""
     schedule = tmp_path / "schedule.csv"
     schedule.write_text("0F0,,,0B0\n,1F0,1B0\n")
-    overrides = [f"parallelism.pp_schedule_csv={schedule}", "parallelism=pp", "training.global_batch_size=1"]
+    overrides = [
+        f"parallelism.pp_schedule_csv={schedule}",
+        "parallelism=pp",
+        "training.global_batch_size=1",
+    ]
     matrix = {"csv": " ".join(overrides)}
     job = compose_layouts(ParityConfig(matrix=matrix), [])["csv"][1]
     schedule.write_text("0F0,,,0I0,0W0\n,1F0,1I0,1W0\n")
@@ -146,10 +150,25 @@ PLANTED = [
     (planted.further_loss_by_own_tokens, "cp_ulysses", FURTHER, "loss of multi-token prediction"),
     (planted.microbatches_average, "pp_1f1b", "", "gradient of output.weight"),
     (planted.gradients_average, "hsdp", "", "gradient of output.weight"),
-    (planted.gradients_of_experts_double, "fsdp_ep", MIXTURE, "gradient of layers.3.moe.experts.w3"),
+    (
+        planted.gradients_of_experts_double,
+        "fsdp_ep",
+        MIXTURE,
+        "gradient of layers.3.moe.experts.w3",
+    ),
     (planted.norm_of_own_stage, "pp_1f1b", "", "gradient norm"),
-    (planted.norm_without_sinks, "tp", SINKS, "share of layers.0.attention.sinks in the gradient norm"),
-    (planted.norm_without_experts, "fsdp_tp_ep", MIXTURE, "share of layers.0.moe.experts.w1 in the"),
+    (
+        planted.norm_without_sinks,
+        "tp",
+        SINKS,
+        "share of layers.0.attention.sinks in the gradient norm",
+    ),
+    (
+        planted.norm_without_experts,
+        "fsdp_tp_ep",
+        MIXTURE,
+        "share of layers.0.moe.experts.w1 in the",
+    ),
     (planted.initialised_by_shard, "fsdp", "", "value of tok_embeddings.weight"),
     (planted.named_by_stage, "pp_1f1b", "", "value of layers.2.attention.wq.weight"),
     (planted.own_positions_from_zero, "cp", "", "output of layers.0.attention.inner"),
@@ -159,11 +178,26 @@ PLANTED = [
     (planted.normalizer_of_own_vocabulary, "tp_plain_chunked_loss", "", "loss,"),
     (planted.gathered_logits_as_shards, "tp_no_loss_parallel", "", "loss,"),
     (planted.gathered_over_the_wrong_axis, "fsdp_tp", "", "output of layers.0.attention.wq,"),
-    (planted.recomputed_over_the_wrong_axis, "fsdp_tp", RECOMPUTED, "gradient of layers.3.feed_forward.w3"),
-    (planted.head_norms_not_summed, "tp", HEAD_NORMS, "gradient of layers.3.attention.k_norm.weight"),
+    (
+        planted.recomputed_over_the_wrong_axis,
+        "fsdp_tp",
+        RECOMPUTED,
+        "gradient of layers.3.feed_forward.w3",
+    ),
+    (
+        planted.head_norms_not_summed,
+        "tp",
+        HEAD_NORMS,
+        "gradient of layers.3.attention.k_norm.weight",
+    ),
     (planted.router_gradients_not_summed, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
     (planted.auxiliary_loss_of_own_tokens, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
-    (planted.auxiliary_loss_of_own_counts, "tp_ep", AUXILIARY, "gradient of layers.3.moe.router.weight"),
+    (
+        planted.auxiliary_loss_of_own_counts,
+        "tp_ep",
+        AUXILIARY,
+        "gradient of layers.3.moe.router.weight",
+    ),
     (planted.biases_of_every_rank, "tp_experts", SINKS, "gradient of layers.3.moe.experts.b2"),
     (planted.rows_by_rank, "ep", DEEPSEEK, "output of layers.1.moe,"),
     (planted.loads_not_summed, "tp", FURTHER, "loads of layers.1.moe,"),
@@ -175,11 +209,15 @@ PLANTED = [
     PLANTED,
     ids=[f"{plant.__name__}-{name}" for plant, name, *_ in PLANTED],
 )
-def test_a_planted_error_is_found(pool: RankPool, plant: Any, name: str, typed: str, first: str) -> None:
+def test_a_planted_error_is_found(
+    pool: RankPool, plant: Any, name: str, typed: str, first: str
+) -> None:
     job, config = layout(name, *typed.split()), ParityConfig(steps=STEPS)
     if typed:
         require_agreement(LayoutComparer(pool, config, references).verdict(name, job))
-    verdict = LayoutComparer(planted.PlantedPool(pool, plant), config, references).verdict(name, job)
+    verdict = LayoutComparer(planted.PlantedPool(pool, plant), config, references).verdict(
+        name, job
+    )
     assert not verdict.passed
     assert verdict.first_wrong.startswith(f"step 1, {first}")
 
@@ -189,7 +227,12 @@ AVERAGED = "optimizer.ema_decay=0.9"
 PLANTED_BEHIND = [
     (planted.clipped_by_own_norm, "fsdp", "", r"step \d+, (update|value) of "),
     (planted.unclipped_stage, "pp_1f1b", "", r"step \d+, (update|value) of "),
-    (planted.average_of_earlier_weights, "fsdp", AVERAGED, "step 1, average of tok_embeddings.weight"),
+    (
+        planted.average_of_earlier_weights,
+        "fsdp",
+        AVERAGED,
+        "step 1, average of tok_embeddings.weight",
+    ),
     (planted.validation_too_large, "fsdp", "", "step 1, validation loss"),
     (planted.loads_of_copies, "tp", "model=mixtral_debug", "step 1, loads of layers.0.moe"),
     (planted.counted_from_the_resume, "fsdp", "", "nothing in a second run, which does not resume"),
@@ -197,7 +240,9 @@ PLANTED_BEHIND = [
 
 
 @pytest.mark.parametrize(
-    ("plant", "name", "typed", "first"), PLANTED_BEHIND, ids=[row[0].__name__ for row in PLANTED_BEHIND]
+    ("plant", "name", "typed", "first"),
+    PLANTED_BEHIND,
+    ids=[row[0].__name__ for row in PLANTED_BEHIND],
 )
 def test_an_error_behind_right_gradients_is_found(
     pool: RankPool, plant: Any, name: str, typed: str, first: str
@@ -273,12 +318,16 @@ def test_changed_numerics_are_refused() -> None:
         ("experiment=flux_debug", "flux_debug", "drawn_shapes"),
     ],
 )
-def test_what_is_typed_takes_the_place_of_the_small_llama(typed: str, model: str, kind: str) -> None:
+def test_what_is_typed_takes_the_place_of_the_small_llama(
+    typed: str, model: str, kind: str
+) -> None:
     job = layout("fsdp", *typed.split())
     assert (job.model.name, job.data.kind, job.cluster.device) == (model, kind, "cpu")
 
 
-def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_prints_a_table_and_fails_where_one_differs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     job = ParityJob(
         **vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2)
     )
@@ -290,4 +339,6 @@ def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureF
     assert "skipped: parity.world_size=2" in capsys.readouterr().out
     job = with_value(job, "parity.gradient_tolerance", 0.0)
     assert parity.parity(job, ["data.mask_fraction=0.3"]).code == parity.EXIT_DIFFERS
-    assert re.search("DIFFERS.*\n    first wrong: step 1, .*, relative difference ", capsys.readouterr().out)
+    assert re.search(
+        "DIFFERS.*\n    first wrong: step 1, .*, relative difference ", capsys.readouterr().out
+    )

@@ -24,7 +24,13 @@ from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.make import START, Measured, fit, predicted_rate
 from harness.util.errors import UserError
 
-SMALL = ["cluster=slurm_h100", "precision=bf16", "training.seq_len=4096", "model=llama3_8b", "data=synthetic"]
+SMALL = [
+    "cluster=slurm_h100",
+    "precision=bf16",
+    "training.seq_len=4096",
+    "model=llama3_8b",
+    "data=synthetic",
+]
 
 
 def test_constants_behind_generated_rows_are_recovered() -> None:
@@ -33,7 +39,9 @@ def test_constants_behind_generated_rows_are_recovered() -> None:
     truth = Calibration(replace(START, matmul=0.45, float8=0.6))
     rows = [Measured(job, predicted_rate(job, truth)) for job in jobs]
     found = fit(rows, Calibration(START)).constants
-    assert found.matmul == pytest.approx(0.45, rel=0.02) and found.float8 == pytest.approx(0.6, rel=0.04)
+    assert found.matmul == pytest.approx(0.45, rel=0.02) and found.float8 == pytest.approx(
+        0.6, rel=0.04
+    )
     assert found.memory == START.memory
 
 
@@ -71,7 +79,9 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     ],
     ids=lambda part: str(part)[:60],
 )
-def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value: object, error: str) -> None:
+def test_a_wrong_value_of_a_calibration_is_named(
+    tmp_path: Path, key: str, value: object, error: str
+) -> None:
     plain = dataclasses.asdict(Calibration(Constants(), source="here"))
     *parts, name = key.split(".")
     inner: dict[str, Any] = functools.reduce(operator.getitem, parts, plain)
@@ -81,7 +91,9 @@ def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value
     with pytest.raises(UserError) as refused:
         Calibration.read(str(path))
     assert str(refused.value).startswith(f"calibration={path}: {error}")
-    assert str(refused.value).endswith("would work: a file that harness plan calibrate=FOLDER wrote")
+    assert str(refused.value).endswith(
+        "would work: a file that harness plan calibrate=FOLDER wrote"
+    )
 
 
 def test_published_rows_are_predicted() -> None:

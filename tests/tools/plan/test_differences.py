@@ -31,10 +31,15 @@ def planned(*overrides: str) -> Plan:
 @pytest.fixture(scope="module")
 def pair() -> tuple[Plan, Plan]:
     """Plans with made-up values, of a job on 4 GPUs and one on 8."""
-    first, second = planned("parallelism.dp_shard=4"), planned("parallelism.dp_shard=2", "parallelism.tp=4")
+    first, second = (
+        planned("parallelism.dp_shard=4"),
+        planned("parallelism.dp_shard=2", "parallelism.tp=4"),
+    )
     none = dict.fromkeys(PARTS, 0.0)
 
-    def made(plan: Plan, kinds: tuple[float, float], parts: dict[str, float], *traffic: Traffic) -> Plan:
+    def made(
+        plan: Plan, kinds: tuple[float, float], parts: dict[str, float], *traffic: Traffic
+    ) -> Plan:
         held = dict.fromkeys(KINDS, 0.0)
         held |= {"parameters": kinds[0] * GIB, "activations": kinds[1] * GIB}
         step = sum(parts.values())

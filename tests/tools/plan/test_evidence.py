@@ -55,7 +55,9 @@ def test_committed_rows_are_planned_as_today() -> None:
     for table, now in zip(firsts, held_out.plan_all(list(firsts.values())), strict=True):
         kept = rows[table]
         assert kept.published == pytest.approx(now.published, rel=1e-4)
-        assert kept.planned == pytest.approx(now.plan.speed.tokens_per_second_per_rank, rel=0.05), table
+        assert kept.planned == pytest.approx(now.plan.speed.tokens_per_second_per_rank, rel=0.05), (
+            table
+        )
         assert kept.memory is None or kept.memory == pytest.approx(
             now.planned_gib / kept.published_gib - 1, abs=1e-3
         ), table
@@ -68,7 +70,9 @@ def test_four_of_five_rows_of_one_more_source_are_inside() -> None:
         inside = 0
         for _ in range(1000):
             means = [draw.gauss(0.1, between) for _ in range(5)]
-            *rows, new = [math.exp(draw.gauss(mean, within)) for mean in means for _ in range(3)][:13]
+            *rows, new = [math.exp(draw.gauss(mean, within)) for mean in means for _ in range(3)][
+                :13
+            ]
             low, high = held_rows.predicted(rows, "aaabbbcccddd")
             inside += low <= new <= high
         assert 0.77 <= inside / 1000 <= 0.84
@@ -81,13 +85,17 @@ def test_one_source_far_off_moves_the_constants_little() -> None:
 
     alike = [response(name, 0.9) for name in "abcd"]
     assert held_out.fit(alike)["matmul"] == pytest.approx(-math.log(0.9), abs=0.005)
-    assert held_out.fit([*alike, response("e", 3.0)])["matmul"] == pytest.approx(-math.log(0.9), abs=0.005)
+    assert held_out.fit([*alike, response("e", 3.0)])["matmul"] == pytest.approx(
+        -math.log(0.9), abs=0.005
+    )
     assert held_out.fit(alike)["float8"] == 0.0
     assert abs(alike[0].miss(held_out.fit(alike))) < 0.005
 
 
 def test_a_response_is_the_plan_with_other_constants() -> None:
-    raw = next(row for row in csv.DictReader(held_out.FILE.open()) if row["precision"] == "tensorwise")
+    raw = next(
+        row for row in csv.DictReader(held_out.FILE.open()) if row["precision"] == "tensorwise"
+    )
     [row] = held_out.plan_all([raw])
     logs = {"matmul": 0.1, "float8": -0.15}
     rate = held_out.predicted_rate(row.plan.job, held_out._moved(row, logs))
@@ -104,8 +112,14 @@ def test_a_response_is_the_plan_with_other_constants() -> None:
             "by all published rows (dense models on CDNA 3 have 4, of",
         ),
         ("model=llama3_8b cluster.accelerator=L4", "no evidence: no published rows of this device"),
-        ("model=qwen3_30b_a3b cluster.accelerator=MI300X", "no evidence: no published rows of mixtures of"),
-        ("experiment=flux_debug data=drawn_shapes", "no evidence: no published rows of models of pictures"),
+        (
+            "model=qwen3_30b_a3b cluster.accelerator=MI300X",
+            "no evidence: no published rows of mixtures of",
+        ),
+        (
+            "experiment=flux_debug data=drawn_shapes",
+            "no evidence: no published rows of models of pictures",
+        ),
     ],
 )
 def test_a_plan_says_how_far_it_can_be_trusted(overrides: str, line: str) -> None:
@@ -125,9 +139,16 @@ def test_bands_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = as_dict(made)["bands"]
     assert plain["throughput"]["high"] == 2 * made.speed.tokens_per_second_per_rank
     assert (plain["memory"]["low"], plain["memory"]["class"]) == (made.peak / 2, "dense models")
-    for limit, doubt in ((2.0, None), (1.2, "; it may not fit"), (0.8, "; it may fit"), (0.4, None)):
+    for limit, doubt in (
+        (2.0, None),
+        (1.2, "; it may not fit"),
+        (0.8, "; it may fit"),
+        (0.4, None),
+    ):
         found = evidence.memory_band(replace(made, memory_limit=limit * made.peak))
         assert found is not None and found.endswith(doubt or "(5 sources)")
     own = make_plan(job, Calibration(Constants()))
     assert "no evidence: the constants were fitted to other runs" in render(own)
-    assert as_dict(own)["bands"]["throughput"] is None and as_dict(own)["bands"]["memory"] is not None
+    assert (
+        as_dict(own)["bands"]["throughput"] is None and as_dict(own)["bands"]["memory"] is not None
+    )

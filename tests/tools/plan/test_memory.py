@@ -29,8 +29,20 @@ from harness.util.words import GIB
 
 MIB = 2**20
 ROOT = Path(__file__).parents[3]
-TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster.device=cpu")
-LARGE = ("model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16", "cluster=slurm_h100")
+TINY = (
+    "model=llama3_tiny",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "checkpoint=disabled",
+    "cluster.device=cpu",
+)
+LARGE = (
+    "model=llama3_8b",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "precision=bf16",
+    "cluster=slurm_h100",
+)
 
 
 def job_of(*typed: str) -> Job:
@@ -62,8 +74,13 @@ def test_published_runs_are_met() -> None:
 
 def test_joint_ends_stay_gathered() -> None:
     job = job_of(*LARGE, "parallelism=fsdp", "parallelism.dp_shard=8", "training.seq_len=8192")
-    apart, joint = (rank_memory(job, software=Software(joint_ends=joint))[0] for joint in (False, True))
-    ends, block = 128256 * 4096, sum(tensor.size for tensor in tensors_by_module(job.model)["layers.0"])
+    apart, joint = (
+        rank_memory(job, software=Software(joint_ends=joint))[0] for joint in (False, True)
+    )
+    ends, block = (
+        128256 * 4096,
+        sum(tensor.size for tensor in tensors_by_module(job.model)["layers.0"]),
+    )
     # At the peak, in the loss, the embedding and the last block are in memory too, in 16 bits.
     assert joint.allocated - apart.allocated == pytest.approx(2 * (ends + block), rel=1e-6)
     # Their gather buffer is twice as large.
@@ -76,8 +93,17 @@ def test_joint_ends_stay_gathered() -> None:
 
 
 def test_outputs_that_a_pipeline_keeps() -> None:
-    typed = ("parallelism=fsdp", "parallelism.pp=2", "parallelism.dp_shard=4", "parallelism.pp_schedule=1F1B")
-    batch = ("training.seq_len=8192", "training.local_batch_size=8", "training.global_batch_size=32")
+    typed = (
+        "parallelism=fsdp",
+        "parallelism.pp=2",
+        "parallelism.dp_shard=4",
+        "parallelism.pp_schedule=1F1B",
+    )
+    batch = (
+        "training.seq_len=8192",
+        "training.local_batch_size=8",
+        "training.global_batch_size=32",
+    )
     job = job_of(*LARGE, *typed, *batch)
     new, old = (rank_memory(job, software=Software(keeps_outputs=kept)) for kept in (False, True))
     boundary, logits = 2 * 8192 * 4096, 2 * 8192 * 128256
@@ -91,7 +117,11 @@ def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
     ring = [*LARGE, *layout, "training.seq_len=8192", "training.local_batch_size=1"]
     late = {
         method: ActivationBytes(job_of(*ring, f"parallelism.{method}")).block(0).late_backward
-        for method in ("cp_rotate_method=allgather", "cp_rotate_method=alltoall", "cp_method=ulysses")
+        for method in (
+            "cp_rotate_method=allgather",
+            "cp_rotate_method=alltoall",
+            "cp_method=ulysses",
+        )
     }
     gathers, sends, ulysses = late.values()
     tokens, queries, both = 8192 // 8, 32 * 128, 2 * 8 * 128
@@ -155,7 +185,12 @@ DEBUG = sorted(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", DEBUG)
 def test_blocks_declare_what_autograd_saves(model: str, precision: str) -> None:
-    typed = ("data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "training.global_batch_size=2")
+    typed = (
+        "data=synthetic",
+        "tokenizer=bytes",
+        "cluster.device=cpu",
+        "training.global_batch_size=2",
+    )
     job = job_of(f"model={model}", f"precision={precision}", *typed, "training.seq_len=32")
     # Routers also save copies of small parameters and a few numbers per expert; attention with a window saves
     # its mask, T x T values.
@@ -168,7 +203,12 @@ def test_blocks_declare_what_autograd_saves(model: str, precision: str) -> None:
 
 SIZE = (
     *("model.dim=128", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_hidden_dim=384"),
-    *("model.n_layers=4", "model.vocab_size=1024", "training.seq_len=128", "training.global_batch_size=4"),
+    *(
+        "model.n_layers=4",
+        "model.vocab_size=1024",
+        "training.seq_len=128",
+        "training.global_batch_size=4",
+    ),
 )
 
 

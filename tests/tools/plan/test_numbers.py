@@ -68,7 +68,10 @@ DEGREES = {field.name for field in fields(ParallelismConfig)}
 
 def numbers(case: str) -> dict[str, Any]:
     """Memory of every pipeline rank (MiB), parts of a step (ms), and what a rank sends (MiB)."""
-    typed = [f"parallelism.{word}" if word.split("=")[0] in DEGREES else word for word in shlex.split(case)]
+    typed = [
+        f"parallelism.{word}" if word.split("=")[0] in DEGREES else word
+        for word in shlex.split(case)
+    ]
     plan = make_plan(compose_job(typed))
     return {
         "memory": [
@@ -76,9 +79,13 @@ def numbers(case: str) -> dict[str, Any]:
             | {"allocated": round(rank.allocated / 2**20, 3)}
             for rank in plan.memory
         ],
-        "milliseconds": plan.speed and {k: round(v * 1e3, 4) for k, v in plan.speed.parts.items() if v},
+        "milliseconds": plan.speed
+        and {k: round(v * 1e3, 4) for k, v in plan.speed.parts.items() if v},
         "traffic": {
-            f"{each.axis} {each.collective} {each.ranks}": [each.count, round(each.bytes / 2**20, 3)]
+            f"{each.axis} {each.collective} {each.ranks}": [
+                each.count,
+                round(each.bytes / 2**20, 3),
+            ]
             for each in plan.traffic
         },
     }
@@ -88,7 +95,11 @@ def numbers(case: str) -> dict[str, Any]:
 def test_numbers_are_the_same(case: str) -> None:
     kept, found = json.loads(FILE.read_text())[case], json.loads(json.dumps(numbers(case)))
     for key, value in kept.items():
-        pairs = zip(value, found[key], strict=True) if isinstance(value, list) else [(value, found[key])]
+        pairs = (
+            zip(value, found[key], strict=True)
+            if isinstance(value, list)
+            else [(value, found[key])]
+        )
         for expected, now in pairs:
             assert now == (
                 expected and {k: pytest.approx(v, rel=1e-4, abs=1e-3) for k, v in expected.items()}

@@ -32,10 +32,17 @@ def test_every_stage_runs_every_microbatch_once(name: str, pp: int, microbatches
     assert len(order) == pp
     for rank, actions in enumerate(order):
         stages = stages_of_rank(layout, 32, rank)
-        ran = {kind: sorted((a.stage, a.microbatch) for a in actions if a.kind == kind) for kind in "FBIW"}
-        assert ran["F"] == sorted(ran["B"] + ran["I"]) == sorted(product(stages, range(microbatches)))
+        ran = {
+            kind: sorted((a.stage, a.microbatch) for a in actions if a.kind == kind)
+            for kind in "FBIW"
+        }
+        assert (
+            ran["F"] == sorted(ran["B"] + ran["I"]) == sorted(product(stages, range(microbatches)))
+        )
         assert ran["I"] == ran["W"]
-    assert num_stages(layout, 32) == sum(len(stages_of_rank(layout, 32, rank)) for rank in range(pp))
+    assert num_stages(layout, 32) == sum(
+        len(stages_of_rank(layout, 32, rank)) for rank in range(pp)
+    )
 
 
 def test_orders_by_hand(tmp_path: Path) -> None:
@@ -82,7 +89,9 @@ def test_the_fullest_passes_have_at_least_as_much_as_every_other(name: str) -> N
                 found.append((equal[now.stage], now.kind, again, counts))
             assert all((m.stage, m.kind, m.again, m.counts) in found for m in moments)
             for stage, kind, again, held in found:
-                alike = [m.counts for m in moments if (m.stage, m.kind, m.again) == (stage, kind, again)]
+                alike = [
+                    m.counts for m in moments if (m.stage, m.kind, m.again) == (stage, kind, again)
+                ]
                 assert any(all(more[key] >= held[key] for key in held) for more in alike)
             assert len(moments) < len(actions)
 
@@ -106,16 +115,22 @@ def gathers_of(job_json: str) -> int:
     ("schedule", "reshard"),
     [("1F1B", "always"), ("InterleavedZeroBubble", "always"), ("DualPipeV", "never")],
 )
-def test_parameters_are_gathered_as_often_as_planned(pool: RankPool, schedule: str, reshard: str) -> None:
+def test_parameters_are_gathered_as_often_as_planned(
+    pool: RankPool, schedule: str, reshard: str
+) -> None:
     layout = f"pp=2 dp_shard=2 pp_schedule={schedule} reshard_after_forward={reshard}"
     typed = [f"parallelism.{degree}" for degree in layout.split()]
     shape = ["training.seq_len=16", "training.global_batch_size=8"]
     job = compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", *shape, *typed])
-    on_gpus = with_value(with_value(job, "cluster.device", "cuda"), "cluster.accelerator", "H100 SXM")
+    on_gpus = with_value(
+        with_value(job, "cluster.device", "cuda"), "cluster.accelerator", "H100 SXM"
+    )
     machine = machine_of(on_gpus)
     assert machine is not None
     traffic = [StepModel(on_gpus, machine).traffic(rank) for rank in (0, 1)]
-    planned = [sum(each.count for each in own if each.collective == "all_gather") for own in traffic]
+    planned = [
+        sum(each.count for each in own if each.collective == "all_gather") for own in traffic
+    ]
     real = pool.run(4, gathers_of, job.to_json())
     assert planned == [real[0], real[2]]
 
@@ -153,7 +168,9 @@ def test_passes_wait_for_their_inputs() -> None:
         [Action(0, "F", 0), Action(0, "B", 0)],
         [Action(1, "F", 0), Action(1, "I", 0), Action(1, "W", 0)],
     ]
-    first, second = simulate(order, lambda action: {"F": 1.0, "B": 4.0, "I": 2.0, "W": 2.0}[action.kind], 0.5)
+    first, second = simulate(
+        order, lambda action: {"F": 1.0, "B": 4.0, "I": 2.0, "W": 2.0}[action.kind], 0.5
+    )
     assert [(a.start, a.end) for a in first] == [(0.0, 1.0), (5.0, 9.0)]
     assert [(a.start, a.end) for a in second] == [(1.5, 2.5), (2.5, 4.5), (4.5, 6.5)]
     with pytest.raises(ValueError, match="deadlocks"):

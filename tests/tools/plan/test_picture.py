@@ -51,7 +51,8 @@ def test_memory_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]
     rows = [bars for bars in passes.collections if isinstance(bars, PolyCollection)]
     spans = [
-        [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in row.get_paths()] for row in rows
+        [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in row.get_paths()]
+        for row in rows
     ]
     assert spans == [[(0.0, 1.0), (4.0, 6.0)], [(1.0, 2.5), (2.5, 4.0), (4.0, 5.0)]]
     colors = [tuple(color) for row in rows for color in row.get_facecolors()]

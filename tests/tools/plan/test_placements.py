@@ -29,7 +29,12 @@ from harness.tools.plan.parameters import parameters_of
 from harness.tools.plan.plan import RankMemory
 
 CPU = torch.device("cpu")
-SMALL = ("data=synthetic", "tokenizer=bytes", "training.seq_len=64", "training.global_batch_size=24")
+SMALL = (
+    "data=synthetic",
+    "tokenizer=bytes",
+    "training.seq_len=64",
+    "training.global_batch_size=24",
+)
 
 
 def check_rank(job: Job, planned: RankMemory, names: Counter[str]) -> None:
@@ -45,11 +50,17 @@ def check_rank(job: Job, planned: RankMemory, names: Counter[str]) -> None:
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
         built = (str(parameter.dtype), tuple(parameter.shape), tuple(local.shape))
-        assert built == (f"torch.{job.precision.master_dtype}", tensor.spec.shape, tensor.sharded), name
+        assert built == (
+            f"torch.{job.precision.master_dtype}",
+            tensor.spec.shape,
+            tensor.sharded,
+        ), name
     stages = planned.stages
     if job.parallelism.pp > 1:
         schedule: Any = build_schedule(job, mesh, parts, TokenLoss(job.model.vocab_size, None), CPU)
-        stages = tuple(each.stage_index for each in getattr(schedule, "_stages", None) or [schedule._stage])
+        stages = tuple(
+            each.stage_index for each in getattr(schedule, "_stages", None) or [schedule._stage]
+        )
     assert stages == planned.stages
     buffers = sum(local_bytes(buffer) for part in parts for buffer in part.buffers())
     parameters = sum(local_bytes(parameter) for _, parameter in named)

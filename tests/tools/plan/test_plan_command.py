@@ -33,7 +33,12 @@ JOB_405B = [
     *("model=llama3_405b", "parallelism=fsdp_tp_pp", "parallelism.tp=8", "parallelism.pp=8"),
     *("parallelism.dp_shard=8", "parallelism.pp_schedule=Interleaved1F1B", "cluster=slurm_h100"),
     *("training.global_batch_size=256", "training.seq_len=8192", "training.steps=3000"),
-    *("precision=float8_tensorwise", "compile=on", "parallelism.async_tp=true", "activation_checkpoint=full"),
+    *(
+        "precision=float8_tensorwise",
+        "compile=on",
+        "parallelism.async_tp=true",
+        "activation_checkpoint=full",
+    ),
 ]
 
 
@@ -52,7 +57,13 @@ def memory(rank: int, **kinds: float) -> RankMemory:
 
 def plan_405b() -> Plan:
     job = compose_job(JOB_405B)
-    held = {"parameters": 3.0, "gradients": 3.0, "optimizer": 6.0, "gathered": 11.25, "runtime": 2.0}
+    held = {
+        "parameters": 3.0,
+        "gradients": 3.0,
+        "optimizer": 6.0,
+        "gathered": 11.25,
+        "runtime": 2.0,
+    }
     held["activations"] = 30.5
     ranks = [memory(rank, **held) for rank in range(8)]
     ranks[0] = memory(0, **held | {"activations": 32.0})
@@ -68,7 +79,9 @@ def plan_405b() -> Plan:
             Traffic("tp", "reduce_scatter", 8, 8064, 1000 * GIB, "NVLink", 4.0, 2.0),
             Traffic("pp", "send", 2, 128, 16 * GIB, "network", 0.4, 0.0),
         ],
-        speed=Speed(16.0, PARTS_405B, 256 * 8192 / 16 / 512, 0.4567, [[Action(0, "F", 0, 0.0, 1.0)]]),
+        speed=Speed(
+            16.0, PARTS_405B, 256 * 8192 / 16 / 512, 0.4567, [[Action(0, "F", 0, 0.0, 1.0)]]
+        ),
         accelerator=ACCELERATORS["H100 SXM"],
         notes=["buckets of c10d's reducer are not counted"],
     )
@@ -131,13 +144,18 @@ def test_dollars_are_the_users() -> None:
     assert f"512 x H100 SXM\n            {line}" in render(priced)
     assert "NO: the fullest rank takes 57.25 of 50.00 GiB, 7.25 GiB too many\n" in render(priced)
     # Without its hours, or on CPUs, nothing has a price.
-    assert (replace(priced, speed=None).dollars, replace(priced, accelerator=None).dollars) == (None, None)
+    assert (replace(priced, speed=None).dollars, replace(priced, accelerator=None).dollars) == (
+        None,
+        None,
+    )
 
 
 def test_unknown_hardware_has_memory_and_no_time() -> None:
     job = compose_job(["model=llama3_tiny"])
     kinds = dict.fromkeys(KINDS, 0.0) | {"parameters": 0.001 * GIB, "runtime": 0.25 * GIB}
-    plan = Plan(job, account(job.model, 256), [1e6], [RankMemory(0, (0,), kinds)], None, [], None, None)
+    plan = Plan(
+        job, account(job.model, 256), [1e6], [RankMemory(0, (0,), kinds)], None, [], None, None
+    )
     text = render(plan)
     for line in (
         "1 rank: legal\nmesh        1 rank\nbatch       8 x 256 = 2,048 tokens a step; 8 on each data-",
@@ -148,7 +166,9 @@ def test_unknown_hardware_has_memory_and_no_time() -> None:
     ):
         assert line in text
     assert text.endswith("GiB\nbudget  100 steps, 204,800 tokens\n")
-    on_cpu = make_plan(compose_job(["model=llama3_tiny", "cluster=slurm_h100", "cluster.device=cpu"]))
+    on_cpu = make_plan(
+        compose_job(["model=llama3_tiny", "cluster=slurm_h100", "cluster.device=cpu"])
+    )
     assert "\ntime    unknown: the plan has no times of CPUs\n" in render(on_cpu)
 
 
@@ -189,9 +209,19 @@ def test_units() -> None:
     times = (None, 0.0, 3e-7, 4.2e-5, 0.0123, 0.9994, 0.9996, 9.999, 1234.4)
     texts = ["", "-", "0.30 us", "42.0 us", "12.3 ms", "999 ms", "1.00 s", "10.0 s", "1,234 s"]
     assert [seconds(value) for value in times] == texts
-    assert [counted(n) for n in (999, 31457280, 405.85e9, 2e13)] == ["999", "31.46 M", "405.9 B", "20 T"]
+    assert [counted(n) for n in (999, 31457280, 405.85e9, 2e13)] == [
+        "999",
+        "31.46 M",
+        "405.9 B",
+        "20 T",
+    ]
     assert [gib(n * GIB) for n in (0, 0.0004, 0.5, 1234.5)] == ["-", "0.0004", "0.50", "1,234.50"]
-    assert [figure(n) for n in (0.01234, 12.34, 99.97, 12345)] == ["0.0123", "12.3", "100", "12,345"]
+    assert [figure(n) for n in (0.01234, 12.34, 99.97, 12345)] == [
+        "0.0123",
+        "12.3",
+        "100",
+        "12,345",
+    ]
 
 
 SMALL = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size=8"]
@@ -211,7 +241,9 @@ def test_json_from_the_command_line_and_a_picture(first: Any, tmp_path: Path) ->
     assert (plain["world_size"], plain["accelerator"], len(plain["memory"])) == (4, "H100 SXM", 2)
     assert plain["memory"][0]["kinds"].keys() == set(KINDS)
     parts = plain["speed"]["parts"]
-    assert sum(parts.values()) == pytest.approx(plain["speed"]["step_seconds"]) and parts["bubble"] > 0
+    assert (
+        sum(parts.values()) == pytest.approx(plain["speed"]["step_seconds"]) and parts["bubble"] > 0
+    )
     assert len(plain["speed"]["timeline"]) == 2
 
 
@@ -220,8 +252,14 @@ def test_what_the_command_refuses(
 ) -> None:
     for typed, says in (
         ([*SMALL, "parallelism.tp=3"], "parallelism.tp=3: must divide "),
-        (["-m", "parallelism.tp=1,2", "search=true"], "search=true: works on one job, and -m has several"),
-        (["-m", "model=llama3_8b", "parallelism.tp=3,5"], "parallelism.tp=3: must divide model.n_heads=32"),
+        (
+            ["-m", "parallelism.tp=1,2", "search=true"],
+            "search=true: works on one job, and -m has several",
+        ),
+        (
+            ["-m", "model=llama3_8b", "parallelism.tp=3,5"],
+            "parallelism.tp=3: must divide model.n_heads=32",
+        ),
     ):
         assert run(*typed) == EXIT_USER
         assert capsys.readouterr().err.startswith(f"error: {says}")
@@ -241,7 +279,9 @@ def planned(cache: Path, *overrides: str) -> tuple[str, str]:
     return done.stderr.strip(), done.stdout
 
 
-def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(first: Any, tmp_path: Path) -> None:
+def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(
+    first: Any, tmp_path: Path
+) -> None:
     cache, (status, text) = first
     assert status == "0 True"
     assert planned(cache, "parallelism=pp") == ("0 False", text)
@@ -254,7 +294,8 @@ def test_a_damaged_order_is_not_used(first: Any) -> None:
     made = _read(kept)
     assert made is not None
     assert pipeline_order(ParallelismConfig(pp=2), 6, 8) == [
-        [Action(int(cell[0]), cell[1], int(cell[2:])) for cell in line.split()] for line in made.splitlines()
+        [Action(int(cell[0]), cell[1], int(cell[2:])) for cell in line.split()]
+        for line in made.splitlines()
     ]
     whole, swapped = kept.read_text(), made.replace("0F0 0F1", "0F1 0F0")
     assert swapped != made
@@ -272,9 +313,13 @@ def test_phases_of_scheduled_sizes() -> None:
     phases = [(each.first_step, each.steps, each.batch_size, each.seq_len) for each in made.phases]
     assert phases == [(1, 1000, 128, 2048), (1001, 500, 256, 2048), (1501, 1500, 256, 8192)]
     plain = as_dict(made)
-    assert plain["budget"]["tokens"] == sum(steps * size * length for _, steps, size, length in phases)
+    assert plain["budget"]["tokens"] == sum(
+        steps * size * length for _, steps, size, length in phases
+    )
     assert [each["first_step"] for each in plain["phases"]] == [1, 1001, 1501]
-    alone = make_plan(compose_job([*JOB_405B, "training.seq_len=2048", "training.local_batch_size=16"]))
+    alone = make_plan(
+        compose_job([*JOB_405B, "training.seq_len=2048", "training.local_batch_size=16"])
+    )
     assert made.speed is not None and alone.speed is not None
     assert made.phases[1].step_seconds == alone.speed.step_seconds
     assert made.phases[2].step_seconds == made.speed.step_seconds
@@ -299,7 +344,11 @@ def test_points_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]) ->
     (head, *rows), data = table_of(capsys, *LARGE, "parallelism.tp=1,3,8")
     assert head.split() == ["point", "layout", "GiB", "step", "tokens/s", "each", "MFU", "fits"]
     assert [row.split()[0] for row in rows] == [f"parallelism.tp={tp}" for tp in (1, 3, 8)]
-    assert rows[1].split(maxsplit=1)[1].startswith("illegal: parallelism.tp=3: must divide model.n_heads=32")
+    assert (
+        rows[1]
+        .split(maxsplit=1)[1]
+        .startswith("illegal: parallelism.tp=3: must divide model.n_heads=32")
+    )
     alone = make_plan(compose_job([*LARGE, "parallelism.tp=8"]))
     assert alone.speed is not None
     assert figure(alone.speed.tokens_per_second_per_rank) in rows[2] and gib(alone.peak) in rows[2]
@@ -317,7 +366,11 @@ def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str])
     small, _, last = data["points"]
     assert alone.gpu_hours is not None and last["gpu_hours"] == alone.gpu_hours
     assert last["tokens"] == pytest.approx(20 * last["non_embedding_parameters"], rel=1e-3)
-    shown = [counted(alone.accounting.parameters), figure(alone.gpu_hours), dollars(2 * alone.gpu_hours)]
+    shown = [
+        counted(alone.accounting.parameters),
+        figure(alone.gpu_hours),
+        dollars(2 * alone.gpu_hours),
+    ]
     assert all(text in large for text in shown)
     sums = data["total"]
     for name in ("tokens", "flops", "gpu_hours", "dollars"):
@@ -338,5 +391,7 @@ def test_costs_without_a_method_are_unknown(monkeypatch: pytest.MonkeyPatch) -> 
 
     own = Registry("costs", {"decoder": Partial}, field="model.architecture")
     monkeypatch.setattr(costs, "COSTS", own)
-    with pytest.raises(UserError, match=r"^model.architecture=decoder: memory and time are unknown: Partial"):
+    with pytest.raises(
+        UserError, match=r"^model.architecture=decoder: memory and time are unknown: Partial"
+    ):
         costs_of(compose_job([]).model)

@@ -22,7 +22,12 @@ from harness.util.errors import UserError
 
 GIB = 2**30
 JOB = [
-    *("model=llama3_debug", "model.max_seq_len=2048", "cluster=slurm_h100", "parallelism.dp_shard=4"),
+    *(
+        "model=llama3_debug",
+        "model.max_seq_len=2048",
+        "cluster=slurm_h100",
+        "parallelism.dp_shard=4",
+    ),
     *("training.seq_len=2048", "training.global_batch_size=64"),
 ]
 UNPIPELINED = [*JOB, "model.tied_embeddings=true"]
@@ -36,7 +41,9 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 
     def set_limit(gib: float) -> None:
         for where in ("make", "search"):
-            monkeypatch.setattr(f"harness.tools.plan.{where}.memory_limit", lambda job, device: gib * GIB)
+            monkeypatch.setattr(
+                f"harness.tools.plan.{where}.memory_limit", lambda job, device: gib * GIB
+            )
 
     return set_limit
 
@@ -74,7 +81,10 @@ def test_changes_that_fit(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None
     del made[:]
     changes = found(limit, 1.5)
     assert 8 < len(made) <= 20
-    assert set(typed(changes)[:2]) == {"activation_checkpoint.mode=full", "training.local_batch_size=4"}
+    assert set(typed(changes)[:2]) == {
+        "activation_checkpoint.mode=full",
+        "training.local_batch_size=4",
+    }
     for smaller in ("training.local_batch_size=8", "activation_checkpoint.mode=selective_op"):
         assert planned(*UNPIPELINED, smaller).fits is False
     # Context is split for long sequences only.
@@ -93,7 +103,9 @@ def test_pairs_of_changes_and_the_closest(limit: Limit) -> None:
     assert pairs and all(len(each.changes) == 2 for each in pairs)
     assert {each.overrides[0] for each in pairs} == {"training.local_batch_size=1"}
     text = render_remedies(planned(*UNPIPELINED), changes)
-    assert text.startswith("no single change makes it fit, but each of these pairs; cheapest first\n")
+    assert text.startswith(
+        "no single change makes it fit, but each of these pairs; cheapest first\n"
+    )
     changes = found(limit, 0.01)
     peaks = [each.plan.peak for each in changes]
     assert peaks == sorted(peaks) and not typed(changes)
@@ -147,7 +159,9 @@ def test_from_the_command_line(limit: Limit) -> None:
         ({"kind": "local"}, 8, None),
     ],
 )
-def test_more_ranks_of_a_cluster(fields: dict[str, Any], world: int, change: list[str] | None) -> None:
+def test_more_ranks_of_a_cluster(
+    fields: dict[str, Any], world: int, change: list[str] | None
+) -> None:
     cluster = ClusterConfig(**fields, ranks_per_node=8 if fields["kind"] == "slurm" else None)
     found = multiply_ranks(cluster, world, 2)
     assert (found and list(found)) == change

@@ -52,7 +52,9 @@ def space_of(*overrides: str) -> Space:
 
 
 def points_of(space: Space) -> list[LayoutPoint]:
-    return [point for layout in space.layouts() for group in space.groups(*layout) for point in group]
+    return [
+        point for layout in space.layouts() for group in space.groups(*layout) for point in group
+    ]
 
 
 def legal_points(space: Space) -> list[LayoutPoint]:
@@ -80,7 +82,11 @@ def every_job(base: Job, ranks: int) -> Iterator[Job]:
         ):
             if pipelined and local * of["dp_replicate"] * of["dp_shard"] != base.global_batch_size:
                 continue  # a pipeline is filled and drained once per step
-            moved = of | {"pp_microbatch_size": size, "pp_schedule": schedule, "pp_layers_per_stage": layers}
+            moved = of | {
+                "pp_microbatch_size": size,
+                "pp_schedule": schedule,
+                "pp_layers_per_stage": layers,
+            }
             try:
                 job = replace(
                     base,
@@ -96,9 +102,18 @@ def every_job(base: Job, ranks: int) -> Iterator[Job]:
 def key_of(job: Job) -> tuple[object, ...]:
     """Fields in which jobs that run differently differ; layers per stage count by the number of stages."""
     layout = job.parallelism
-    pipeline = (layout.pp_schedule, num_stages(layout, job.model.n_layers), layout.pp_microbatch_size)
+    pipeline = (
+        layout.pp_schedule,
+        num_stages(layout, job.model.n_layers),
+        layout.pp_microbatch_size,
+    )
     degrees = tuple(layout.degrees.values())
-    return degrees, job.local_batch_size, job.activation_checkpoint.mode, pipeline if layout.pp > 1 else None
+    return (
+        degrees,
+        job.local_batch_size,
+        job.activation_checkpoint.mode,
+        pipeline if layout.pp > 1 else None,
+    )
 
 
 @cache
@@ -121,12 +136,18 @@ def test_an_illegal_mesh_or_schedule_is_counted_and_never_shown() -> None:
     space = space_of(*COMPILED, "training.seq_len=80")
     found = search(space, 10)
     legal = set(legal_points(space))
-    assert found.illegal.keys() == {"training.seq_len", "training.local_batch_size", "parallelism.pp"}
+    assert found.illegal.keys() == {
+        "training.seq_len",
+        "training.local_batch_size",
+        "parallelism.pp",
+    }
     assert sum(found.illegal.values()) <= found.points - len(legal)
     assert legal.issuperset(each.point for each in found.fitting)
 
 
-@pytest.mark.parametrize(("memory_gib", "headroom"), [(80.0, 0.0), (TIGHT, 0.0), (TIGHT / 0.8, 0.2)])
+@pytest.mark.parametrize(
+    ("memory_gib", "headroom"), [(80.0, 0.0), (TIGHT, 0.0), (TIGHT / 0.8, 0.2)]
+)
 def test_the_best_are_those_of_brute_force(
     monkeypatch: pytest.MonkeyPatch, memory_gib: float, headroom: float
 ) -> None:
@@ -134,7 +155,9 @@ def test_the_best_are_those_of_brute_force(
     limit = memory_gib * 2**30
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
     monkeypatch.setattr("harness.tools.plan.search.make_plan", lambda job, *_: plans[key_of(job)])
-    monkeypatch.setattr("harness.tools.plan.search.ranks_in_turn", lambda job, *_: plans[key_of(job)].memory)
+    monkeypatch.setattr(
+        "harness.tools.plan.search.ranks_in_turn", lambda job, *_: plans[key_of(job)].memory
+    )
     monkeypatch.setattr("harness.tools.plan.search.memory_limit", lambda job, device: limit)
     found = search(space, 10, headroom=headroom)
     fitting = [plan for plan in plans.values() if plan.peak <= (1 - headroom) * limit]
@@ -163,8 +186,14 @@ def rank(plan: Plan) -> tuple[float, tuple[int, bool, int], float]:
     assert plan.speed is not None
     layout, pipelined = plan.job.parallelism, "pp" in split(plan)
     options = plan.job.activation_checkpoint.mode != "none"
-    options += pipelined * ((layout.pp_schedule != "1F1B") + (layout.pp_layers_per_stage is not None))
-    return float(f"{plan.speed.step_seconds:.3g}"), (len(split(plan)), pipelined, options), plan.peak
+    options += pipelined * (
+        (layout.pp_schedule != "1F1B") + (layout.pp_layers_per_stage is not None)
+    )
+    return (
+        float(f"{plan.speed.step_seconds:.3g}"),
+        (len(split(plan)), pipelined, options),
+        plan.peak,
+    )
 
 
 def split(plan: Plan) -> set[str]:
@@ -174,10 +203,14 @@ def split(plan: Plan) -> set[str]:
 
 def test_options_of_a_format_are_legal_in_a_search() -> None:
     options = ["precision.enable_fsdp_float8_all_gather=true", "precision.filter_fqns=[output,wq]"]
-    space = space_of(*COMPILED, *options, "parallelism.pp=1", "parallelism.cp=1", "parallelism.tp=1")
+    space = space_of(
+        *COMPILED, *options, "parallelism.pp=1", "parallelism.cp=1", "parallelism.tp=1"
+    )
     legal = legal_points(space)
     assert legal and all(point.job(space.base) for point in legal)
-    with pytest.raises(ConfigError, match=r"^precision.enable_fsdp_float8_all_gather=true: needs one scale"):
+    with pytest.raises(
+        ConfigError, match=r"^precision.enable_fsdp_float8_all_gather=true: needs one scale"
+    ):
         search(space_of(*LONG, "precision=float8_rowwise", options[0]), 1)
 
 
@@ -195,7 +228,11 @@ def test_options_of_a_format_are_legal_in_a_search() -> None:
         ("cluster.ranks=null cluster.nodes=4 training.global_batch_size=32", "tp", {1, 2, 4, 8}),
         ("model=qwen3_moe_debug parallelism=fsdp", "ep", {1}),
         ("model=qwen3_moe_debug parallelism.dp_shard=8", "ep", {1, 2, 4, 8}),
-        ("model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp=2", "ep", {1, 2, 4}),
+        (
+            "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp=2",
+            "ep",
+            {1, 2, 4},
+        ),
     ],
 )
 def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> None:
@@ -208,10 +245,19 @@ def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> 
     ("typed", "message"),
     [
         ("training.global_batch_size=null", "training.global_batch_size=null: a search compares"),
-        ("cluster=local cluster.ranks=null", "cluster.ranks=null: a search needs the number of ranks"),
+        (
+            "cluster=local cluster.ranks=null",
+            "cluster.ranks=null: a search needs the number of ranks",
+        ),
         ("model.n_kv_heads=3", "model.n_kv_heads=3: must divide"),
-        ("parallelism.tp=3", r"no layout has 8 ranks with .* \(parallelism.tp\); would work: fewer"),
-        ("training.seq_len=1000000", "none of .* ways to run 8 ranks is legal.*training.seq_len=1000000"),
+        (
+            "parallelism.tp=3",
+            r"no layout has 8 ranks with .* \(parallelism.tp\); would work: fewer",
+        ),
+        (
+            "training.seq_len=1000000",
+            "none of .* ways to run 8 ranks is legal.*training.seq_len=1000000",
+        ),
         (
             "model=llama3_405b parallelism=fsdp_tp",
             r"none .* fits; the closest is at least [\d,.]+ GiB too large on its fullest rank; .*mode=full$",
@@ -223,7 +269,9 @@ def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> 
         ),
     ],
 )
-def test_searches_that_find_nothing(typed: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_that_find_nothing(
+    typed: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match=f"^{message}"):
         search(space_of(*EIGHT, *typed.split()), 10)
@@ -237,22 +285,27 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
     typed = [*job, "top=2", "search=true", f"sweep_file={file}"]
     composed = compose_job(typed, config_name="plan", schema=PlanJob)
     result = plan(composed, typed)
-    assert result.text.startswith("llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n")
+    assert result.text.startswith(
+        "llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n"
+    )
     simple = "simplest within the error: dp_replicate 8, no recompute: "
     kept = "kept as typed: parallelism.cp, parallelism.tp\n"
     for line in (kept, simple, "why the others lose\n", "  slower\n"):
         assert line in result.text
     plain = loads(dumps(result.data))
     assert plain["sweep_file"] == str(file) and len(plain["best"]) == 2
-    by_order = [*plain["best"], plain["simplest"], plain["fastest"]["FSDP"], plain["fastest"]["HSDP"]]
+    by_order = [
+        *plain["best"],
+        plain["simplest"],
+        plain["fastest"]["FSDP"],
+        plain["fastest"]["HSDP"],
+    ]
     times = [each["plan"]["speed"]["step_seconds"] for each in by_order]
     assert times == sorted(times)
     points = compose_points([f"hydra.searchpath=[{file.parents[1]}]", "sweep=found", *job])
     jobs = [(each.job.id, each.job.name, each.reason) for each in points]
     assert jobs == [(each["plan"]["job"]["id"], "llama3_debug-search", "") for each in by_order]
-    to_type = (
-        f"to measure the 5: {file}\n  harness train -m .*\nto train the simplest:\n  harness train (.*)\n"
-    )
+    to_type = f"to measure the 5: {file}\n  harness train -m .*\nto train the simplest:\n  harness train (.*)\n"
     [train] = re.findall(to_type, result.text)
     assert compose_job(train.split()).id == plain["simplest"]["plan"]["job"]["id"]
 

@@ -14,7 +14,14 @@ from harness.config.job import Job
 from harness.model.spec import tensors
 from harness.tools.plan.block_cost import Worker
 from harness.tools.plan.constants import Calibration, Constants, Software
-from harness.tools.plan.machine import Group, Machine, expert_groups, group_of, machine_of, neighbours
+from harness.tools.plan.machine import (
+    Group,
+    Machine,
+    expert_groups,
+    group_of,
+    machine_of,
+    neighbours,
+)
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.parameters import parameters_of, planned_update
 from harness.tools.plan.plan import Speed, Traffic
@@ -22,7 +29,13 @@ from harness.tools.plan.render import render
 from harness.tools.plan.space import Space
 from harness.tools.plan.step_time import StepModel
 
-COMMON = ("model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16", "cluster=slurm_h100")
+COMMON = (
+    "model=llama3_8b",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "precision=bf16",
+    "cluster=slurm_h100",
+)
 LONG = ("parallelism.dp_shard=8", "training.seq_len=8192")
 
 
@@ -55,7 +68,9 @@ def links(job: Job) -> dict[str, str]:
 
 
 def test_groups_know_their_nodes() -> None:
-    job = job_of("model=llama3_70b", "parallelism=fsdp_tp", "parallelism.tp=4", "parallelism.dp_shard=8")
+    job = job_of(
+        "model=llama3_70b", "parallelism=fsdp_tp", "parallelism.tp=4", "parallelism.dp_shard=8"
+    )
     assert group_of(job, 8, "tp") == Group(4, 4)
     assert group_of(job, 8, "dp_shard", "cp") == Group(8, 2)
     wide = job_of("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.dp_shard=8")
@@ -144,7 +159,8 @@ def test_links_of_devices(name: str, link: str, shares: list[float]) -> None:
     machine = machine_for(with_value(job, "cluster.ranks_per_node", 4), latency=0.0)
     whole = machine.device.link_bandwidth * 0.75
     found = [
-        machine.collective_seconds("all_gather", 8e9, Group(ranks, ranks)) / (8e9 * (ranks - 1) / ranks)
+        machine.collective_seconds("all_gather", 8e9, Group(ranks, ranks))
+        / (8e9 * (ranks - 1) / ranks)
         for ranks in (2, 4)
     ]
     assert [1 / (each * whole) for each in found] == pytest.approx(shares)
@@ -176,7 +192,9 @@ def test_a_search_keeps_tensor_parallel_within_the_domain() -> None:
     for cluster, most in (([], 64), (["cluster.link_nodes=1"], 4)):
         nodes = ["cluster=slurm_gb200", "cluster.nodes=16", "parallelism.dp_shard=64", *cluster]
         base = job_of(*nodes, *typed, "training.global_batch_size=64")
-        assert max(of[-1] for of, _ in Space.of(base, [*typed, "cluster.nodes=16"]).layouts()) == most
+        assert (
+            max(of[-1] for of, _ in Space.of(base, [*typed, "cluster.nodes=16"]).layouts()) == most
+        )
 
 
 @pytest.mark.parametrize(
@@ -184,16 +202,24 @@ def test_a_search_keeps_tensor_parallel_within_the_domain() -> None:
     # The last is p5.48xlarge: 32 adapters of 100 Gbit/s for 8 GPUs.
     [(None, 400, 50e9), (4, 400, 25e9), (32, 100, 50e9)],
 )
-def test_adapters_are_shared_by_the_ranks_of_a_node(adapters: Any, gbps: int, bandwidth: float) -> None:
-    job = job_of("parallelism.dp_shard=16", "training.global_batch_size=16", f"cluster.network_gbps={gbps}")
-    assert machine_for(with_value(job, "cluster.network_adapters", adapters)).network_bandwidth == bandwidth
+def test_adapters_are_shared_by_the_ranks_of_a_node(
+    adapters: Any, gbps: int, bandwidth: float
+) -> None:
+    job = job_of(
+        "parallelism.dp_shard=16", "training.global_batch_size=16", f"cluster.network_gbps={gbps}"
+    )
+    assert (
+        machine_for(with_value(job, "cluster.network_adapters", adapters)).network_bandwidth
+        == bandwidth
+    )
 
 
 def test_no_constants_of_a_cluster_change_a_job() -> None:
     values: dict[str, Any] = {"link_nodes": 2, "network_adapters": 4}
     base = ["parallelism.dp_shard=16", "training.global_batch_size=16"]
     assert (
-        job_of(*base, *(f"cluster.{name}={value}" for name, value in values.items())).id == job_of(*base).id
+        job_of(*base, *(f"cluster.{name}={value}" for name, value in values.items())).id
+        == job_of(*base).id
     )
 
 
@@ -207,31 +233,41 @@ def test_without_a_network_there_is_no_speed_between_nodes() -> None:
 
 def test_collectives_beside_computing_slow_it_down() -> None:
     """Gathers and reductions of 32 blocks are hidden but for the first ones, and take computing with them."""
-    (alone, traffic), (slowed, _) = (step(*LONG, contention=share, second_wave=0.0) for share in (0.0, 0.15))
+    (alone, traffic), (slowed, _) = (
+        step(*LONG, contention=share, second_wave=0.0) for share in (0.0, 0.15)
+    )
     exposed, taken = alone.parts["dp"], sum(each.seconds or 0.0 for each in traffic)
     assert slowed.parts["dp"] - exposed == pytest.approx(0.15 * (taken - exposed))
     # Products of an A100 have many blocks for each multiprocessor, those of newer devices one.
     constants = Constants()
     for name, lost in (("A100 SXM 80GB", 0.0), ("H100 SXM", constants.second_wave)):
-        assert machine_for(job_of(f"cluster.accelerator={name}")).contention == constants.contention + lost
+        assert (
+            machine_for(job_of(f"cluster.accelerator={name}")).contention
+            == constants.contention + lost
+        )
 
 
 def test_a_power_limit_slows_products_and_not_memory() -> None:
     """500 of 700 W is a clock of sqrt(300 / 500), with 200 W that do not depend on it."""
     job = job_of(*LONG)
     rated, limited = (
-        machine_for(with_value(job, "cluster.accelerator", name)) for name in ("H100 SXM", "H100 96GB")
+        machine_for(with_value(job, "cluster.accelerator", name))
+        for name in ("H100 SXM", "H100 96GB")
     )
     shape = (8192, 4096, 14336, "bfloat16", 2)
     clock = (300 / 500) ** 0.5
-    assert rated.product_seconds(*shape) / limited.product_seconds(*shape) == pytest.approx(clock, rel=0.01)
+    assert rated.product_seconds(*shape) / limited.product_seconds(*shape) == pytest.approx(
+        clock, rel=0.01
+    )
     assert limited.attention_seconds(1e12, "bfloat16") == rated.attention_seconds(1e12, "bfloat16")
 
 
 def test_more_devices_have_a_slower_slowest_one() -> None:
     """With a deviation of 1.75 %, the expected maximum of 8 and of 128 is 1.42 and 2.59 deviations above
     the mean."""
-    layouts = [(f"parallelism.dp_shard={ranks}", "training.global_batch_size=128") for ranks in (1, 8, 128)]
+    layouts = [
+        (f"parallelism.dp_shard={ranks}", "training.global_batch_size=128") for ranks in (1, 8, 128)
+    ]
     found = [machine_for(job_of(*layout)).pace for layout in layouts]
     assert found == pytest.approx([1.0, 1 + 1.424 * 0.0175, 1 + 2.594 * 0.0175], abs=5e-4)
 
@@ -251,8 +287,14 @@ def test_other_software_has_other_kernels() -> None:
 
 @pytest.mark.parametrize("compiled", ["on", "off"])
 def test_either_half_of_a_split_pass_calls_all_of_a_compiled_block(compiled: str) -> None:
-    layout = ["parallelism.pp=2", "parallelism.pp_schedule=ZBVZeroBubble", "training.local_batch_size=8"]
-    job = job_of(*layout, "training.global_batch_size=8", "activation_checkpoint=full", f"compile={compiled}")
+    layout = [
+        "parallelism.pp=2",
+        "parallelism.pp_schedule=ZBVZeroBubble",
+        "training.local_batch_size=8",
+    ]
+    job = job_of(
+        *layout, "training.global_batch_size=8", "activation_checkpoint=full", f"compile={compiled}"
+    )
     stages = [stage.passes for stage in StepModel(job, machine_for(job)).stages]
     halves = [passes["I"].seconds + passes["W"].seconds for passes in stages]
     whole = [passes["B"].seconds for passes in stages]
@@ -268,15 +310,21 @@ def test_experts_wait_for_the_busiest_rank() -> None:
     assert worker_of(*layout).busiest == pytest.approx(1 + 0.25 / 8**0.5 * 1.424, abs=1e-3)
     assert worker_of(*layout, "model.moe.force_balance=true").busiest == 1.0
     assert worker_of(*layout[:2]).busiest == 1.0
-    balanced, usual = (step(*layout, f"model.moe.force_balance={on}")[0] for on in ("true", "false"))
-    assert usual.parts["ep"] == pytest.approx(balanced.parts["ep"] * worker_of(*layout).busiest, rel=0.02)
+    balanced, usual = (
+        step(*layout, f"model.moe.force_balance={on}")[0] for on in ("true", "false")
+    )
+    assert usual.parts["ep"] == pytest.approx(
+        balanced.parts["ep"] * worker_of(*layout).busiest, rel=0.02
+    )
     assert usual.parts["compute"] > balanced.parts["compute"]
 
 
 def test_flex_pads_heads_to_a_power_of_two() -> None:
     """Heads of 192 and 128 are computed as 256 and 128; those of 128 are not padded."""
     for model, padded in (("deepseek_v2_lite_16b", 384 / 320), ("llama3_8b", 1.0)):
-        flash, flex = (worker_of(f"model={model}", software=Software(name)) for name in ("flash2", "flex"))
+        flash, flex = (
+            worker_of(f"model={model}", software=Software(name)) for name in ("flash2", "flex")
+        )
         operations = flash.model_costs.block_operations(flash.job.model, 0, 8192)
         flops = flash.rows * operations.attention.flops
         for worker, share in ((flash, 1.0), (flex, padded)):
@@ -286,7 +334,12 @@ def test_flex_pads_heads_to_a_power_of_two() -> None:
 
 def test_muon_of_two_ranks_by_hand() -> None:
     """Each rank sends its half of the other's matrices, and gets it back orthogonalized."""
-    job = tiny("optimizer=muon", "parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=8")
+    job = tiny(
+        "optimizer=muon",
+        "parallelism=fsdp",
+        "parallelism.dp_shard=2",
+        "training.global_batch_size=8",
+    )
     planned = planned_update(job, parameters_of(job, 0))
     assert planned is not None
     matrices = [each for each in tensors(job.model).values() if each.is_hidden_matrix]

@@ -62,12 +62,18 @@ def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("cluster.device=cpu", "cluster.device=cpu: rehearsals are for jobs on GPUs; would work: cuda"),
+        (
+            "cluster.device=cpu",
+            "cluster.device=cpu: rehearsals are for jobs on GPUs; would work: cuda",
+        ),
         (
             "cluster.accelerator=MI300X",
             "cluster.accelerator=MI300X: there is no virtual GPU of this kind",
         ),
-        ("rehearse.ranks=[0,8]", "rehearse.ranks=[0,8]: the job has 8 ranks; would work: ranks from 0 to 7"),
+        (
+            "rehearse.ranks=[0,8]",
+            "rehearse.ranks=[0,8]: the job has 8 ranks; would work: ranks from 0 to 7",
+        ),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(override: str, said: str) -> None:
@@ -167,7 +173,8 @@ def test_what_is_shown() -> None:
     assert RankFigures.from_plain(dataclasses.asdict(figures)) == figures
     failed = render(plan, [figures])
     assert (
-        "OUT OF MEMORY in step 1 at model/a.py:1: CUDA out of memory. Tried to allocate 448.00 MiB." in failed
+        "OUT OF MEMORY in step 1 at model/a.py:1: CUDA out of memory. Tried to allocate 448.00 MiB."
+        in failed
     )
     assert "collectives" not in failed
     plain = as_dict(plan, [figures_of()])["ranks"][0]
@@ -180,7 +187,10 @@ def test_without_a_build_for_cuda_one_line_says_so() -> None:
     done = python("-m", "harness", "rehearse", *BASE)
     assert (done.returncode, done.stdout) == (UserError.exit_code, "")
     [line] = done.stderr.splitlines()
-    assert line.startswith("error: rehearsals need a build of torch for CUDA") and "make rehearsal" in line
+    assert (
+        line.startswith("error: rehearsals need a build of torch for CUDA")
+        and "make rehearsal" in line
+    )
 
 
 def test_machines_that_cannot_rehearse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,5 +201,7 @@ def test_machines_that_cannot_rehearse(monkeypatch: pytest.MonkeyPatch, tmp_path
     server.require_no_gpu(RehearseConfig(real_gpu=True))
     monkeypatch.setattr(build, "cuda_version", lambda: "13.0")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=r"rehearsals need g\+\+; would work: the system's package of GCC"):
+    with pytest.raises(
+        UserError, match=r"rehearsals need g\+\+; would work: the system's package of GCC"
+    ):
         build.require_build()

@@ -27,7 +27,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", ["single", "tp parallelism.tp=2", "fsdp parallelism.dp_shard=2"])
 def test_generation_and_evaluation(trained: Path, layout: str) -> None:
     def run(verb: str, *arguments: str) -> dict[str, Any]:
-        typed = [verb, f"checkpoint={trained}", *f"parallelism={layout}".split(), *arguments, "--json"]
+        typed = [
+            verb,
+            f"checkpoint={trained}",
+            *f"parallelism={layout}".split(),
+            *arguments,
+            "--json",
+        ]
         done = python("-m", "harness", *typed, **environment(library()))
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))

@@ -71,7 +71,10 @@ def rehearsed(rehearsals: Rehearsals, *overrides: str) -> Rehearsed:
     common = ("data=synthetic", "tokenizer=bytes", "precision=bf16")
     typed = [*(each for each in common if each.split("=")[0] not in named), *overrides]
     job = compose_job(typed, config_name="rehearse", schema=RehearseJob)
-    ranks = [rehearsals.run(job.plain, rank, job.rehearse) for rank in ranks_to_rehearse(job, job.rehearse)]
+    ranks = [
+        rehearsals.run(job.plain, rank, job.rehearse)
+        for rank in ranks_to_rehearse(job, job.rehearse)
+    ]
     # Nothing is computed, so every expert has as many rows; a plan takes the busiest rank's.
     plain = with_value(job.plain, "model.moe.force_balance", job.model.moe.enabled)
     return Rehearsed(make_plan(plain), ranks)
@@ -86,7 +89,9 @@ def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:  # type: 
     for figures in found.ranks:
         assert figures.failure is None, figures.failure
         assert figures.unknown == []
-        assert figures.communicators == [], "a communicator is made in the first step, and none later"
+        assert figures.communicators == [], (
+            "a communicator is made in the first step, and none later"
+        )
         assert {wait.where.partition(":")[0] for wait in figures.waits} <= waits, figures.waits
         assert figures.recompilations == 0
         memory = {line.name: line for line in memory_lines(figures, found.plan)}
@@ -135,13 +140,21 @@ def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
             assert copied < 0.3 * figures.memory["gradients"]
     if found.plan.job.parallelism.pp == 1 and not experts:
         for figures in found.ranks:
-            check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
+            check_close(
+                {line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2
+            )
 
 
 @pytest.mark.parametrize(
     "choice",
     [
-        *("parallelism=fsdp", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=fsdp_cp", "compile=on"),
+        *(
+            "parallelism=fsdp",
+            "parallelism=hsdp",
+            "parallelism=fsdp_tp",
+            "parallelism=fsdp_cp",
+            "compile=on",
+        ),
         *("precision=float8_rowwise", "activation_checkpoint=full"),
     ],
 )
@@ -152,7 +165,9 @@ def test_flux(rehearsals: Rehearsals, choice: str) -> None:
     check(found)
     [figures] = found.ranks
     formats = {product.formats for product in figures.products}
-    assert any(name.startswith("float8") for name in formats) == choice.startswith("precision=float8")
+    assert any(name.startswith("float8") for name in formats) == choice.startswith(
+        "precision=float8"
+    )
     assert "bfloat16" in formats
     if choice.startswith("parallelism"):
         assert figures.product_flops == pytest.approx(product_flops(found.plan.job, 0), rel=0.1)
@@ -164,7 +179,9 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", f"precision={preset}", *on)
     if preset == "mxfp8" and torch.__version__ >= "2.15":
         [failure] = [figures.failure for figures in found.ranks]
-        assert failure is not None and "do not load with the Triton of torch 2.15" in failure.message
+        assert (
+            failure is not None and "do not load with the Triton of torch 2.15" in failure.message
+        )
         return
     check(found)
     [figures] = found.ranks
@@ -179,10 +196,16 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     "override",
     [
         *(f"parallelism=hsdp_tp optimizer={preset}" for preset in options("optimizer")),
-        *(f"parallelism=fsdp activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
+        *(
+            f"parallelism=fsdp activation_checkpoint={preset}"
+            for preset in options("activation_checkpoint")
+        ),
         "parallelism=fsdp_tp optimizer.state_dtype=8bit",
         "parallelism=fsdp parallelism.fsdp_prefetch=3 training.flash=FA3",
-        *(f"{ON_RANK_3} parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
+        *(
+            f"{ON_RANK_3} parallelism.fsdp_buffers={buffers}"
+            for buffers in ("registered", "symmetric")
+        ),
     ],
 )
 def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
@@ -194,7 +217,9 @@ def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> Non
     [figures] = found.ranks
     assert "muon" not in override or figures.launches < 1500, "most kernels are of many matrices"
     if "lion" in override or "8bit" in override:
-        updates = sum(count for name, count in figures.kernels.items() if name.startswith("triton_"))
+        updates = sum(
+            count for name, count in figures.kernels.items() if name.startswith("triton_")
+        )
         assert updates == len(tensors(found.plan.job.model)), "one kernel each"
     check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
 
@@ -243,7 +268,9 @@ def test_compilation_and_other_gpus(rehearsals: Rehearsals, override: str) -> No
     assert (figures.graphs > 0) == compiled
     assert any(name.startswith("triton_") for name in figures.kernels) == compiled
     rotations = 0 if compiled else 2 * found.plan.job.model.n_layers
-    assert figures.kernels.get("_turn", 0) == rotations, "queries and keys at once, forward and backward"
+    assert figures.kernels.get("_turn", 0) == rotations, (
+        "queries and keys at once, forward and backward"
+    )
     assert override.startswith("compile") or override.partition("=")[2].split()[0] in figures.device
 
 
@@ -270,7 +297,11 @@ def test_memory_efficient_attention(rehearsals: Rehearsals, overrides: list[str]
 def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(
     rehearsals: Rehearsals, local_batch_size: int
 ) -> None:
-    layout = ["parallelism=fsdp_tp", "compile=on", f"training.global_batch_size={4 * local_batch_size}"]
+    layout = [
+        "parallelism=fsdp_tp",
+        "compile=on",
+        f"training.global_batch_size={4 * local_batch_size}",
+    ]
     both = [
         rehearsed(rehearsals, *SMALL, *layout, f"parallelism.async_tp={async_tp}")
         for async_tp in ("false", "true")
@@ -281,14 +312,20 @@ def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(
     assert pieces.product_count > plain.product_count
     assert pieces.product_flops == plain.product_flops
     gathered = [
-        sum(each.count for each in figures.collectives if (each.axis, each.kind) == ("tp", "all_gather"))
+        sum(
+            each.count
+            for each in figures.collectives
+            if (each.axis, each.kind) == ("tp", "all_gather")
+        )
         for figures in (plain, pieces)
     ]
     assert gathered == [26, 2], "all of the blocks'"
 
 
 @pytest.mark.parametrize("local_batch_size", [1, 4])
-def test_a_single_sequence_is_split_without_copies(rehearsals: Rehearsals, local_batch_size: int) -> None:
+def test_a_single_sequence_is_split_without_copies(
+    rehearsals: Rehearsals, local_batch_size: int
+) -> None:
     batch = f"training.global_batch_size={local_batch_size}"
     [figures] = rehearsed(rehearsals, *SMALL, "parallelism=tp", batch).ranks
     joined = sum(count for name, count in figures.kernels.items() if "CatArray" in name)
@@ -301,16 +338,24 @@ def test_a_single_sequence_is_split_without_copies(rehearsals: Rehearsals, local
     [
         [*DENSE, "parallelism=fsdp", "activation_checkpoint=selective_op"],
         [*SMALL, "parallelism=hsdp_tp", "optimizer=muon", "training.loss_chunks=4"],
-        [*SMALL, "parallelism.dp_shard=1", "cluster.ranks_per_node=1", "training.local_batch_size=4"],
+        [
+            *SMALL,
+            "parallelism.dp_shard=1",
+            "cluster.ranks_per_node=1",
+            "training.local_batch_size=4",
+        ],
         [*SMALL, "parallelism=fsdp_cp", "optimizer.ema_decay=0.9", "optimizer=lion"],
         [*SMALL, "parallelism=fsdp", "precision=float8_tensorwise", GATHERS, "compile=on"],
         [*MIXTURE, "parallelism=fsdp", "parallelism.reshard_after_forward=always"],
     ],
     ids=["fsdp", "muon", "alone", "ring", "float8", "experts"],
 )
-def test_a_captured_step_is_launched_as_two_graphs(rehearsals: Rehearsals, overrides: list[str]) -> None:
+def test_a_captured_step_is_launched_as_two_graphs(
+    rehearsals: Rehearsals, overrides: list[str]
+) -> None:
     plain, captured = (
-        rehearsed(rehearsals, *overrides, f"compile.cuda_graphs={graphs}") for graphs in ("false", "true")
+        rehearsed(rehearsals, *overrides, f"compile.cuda_graphs={graphs}")
+        for graphs in ("false", "true")
     )
     check(plain)
     check(captured)
@@ -325,7 +370,9 @@ def test_a_captured_step_is_launched_as_two_graphs(rehearsals: Rehearsals, overr
 
 
 @pytest.mark.parametrize("broken", ["training.attention=varlen", "parallelism.cpu_offload=true"])
-def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(rehearsals: Rehearsals, broken: str) -> None:
+def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(
+    rehearsals: Rehearsals, broken: str
+) -> None:
     typed = [
         *SMALL,
         "parallelism=fsdp",
@@ -354,25 +401,34 @@ def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals: Rehearsals) 
 def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals: Rehearsals) -> None:
     shape = ["model=deepseek_v3_debug", "training.seq_len=2048", "training.global_batch_size=16"]
     shape += ["parallelism=fsdp_ep", "cluster=slurm_h100"]
-    even, skewed = (rehearsed(rehearsals, *shape, f"rehearse.skew={skew}").ranks[0] for skew in (0.0, 0.5))
+    even, skewed = (
+        rehearsed(rehearsals, *shape, f"rehearse.skew={skew}").ranks[0] for skew in (0.0, 0.5)
+    )
     assert skewed.memory["allocated"] > even.memory["allocated"]
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
 @pytest.mark.parametrize("precision", ["bf16", "float8_rowwise"])
-def test_a_rank_of_experts_without_rows(rehearsals: Rehearsals, precision: str, compiled: str) -> None:
+def test_a_rank_of_experts_without_rows(
+    rehearsals: Rehearsals, precision: str, compiled: str
+) -> None:
     typed = [*MIXTURE, "parallelism=fsdp_ep", f"precision={precision}", f"compile={compiled}"]
     empty, even = (rehearsed(rehearsals, *typed, f"rehearse.skew={skew}") for skew in (-1.0, 0.0))
     check(empty, waits=EXPERTS)
     assert empty.ranks[0].memory["allocated"] < even.ranks[0].memory["allocated"]
-    assert empty.ranks[0].graphs <= even.ranks[0].graphs, "its peers would wait for a graph of its own"
+    assert empty.ranks[0].graphs <= even.ranks[0].graphs, (
+        "its peers would wait for a graph of its own"
+    )
 
 
 def test_every_rank_of_a_world_can_be_rehearsed(rehearsals: Rehearsals) -> None:
     """Ranks that hold equal shares do the same."""
     found = rehearsed(rehearsals, *SMALL, "parallelism=hsdp_tp", "rehearse.ranks=[0,3,7]")
     check(found)
-    kinds = [[(each.axis, each.kind, each.count) for each in figures.collectives] for figures in found.ranks]
+    kinds = [
+        [(each.axis, each.kind, each.count) for each in figures.collectives]
+        for figures in found.ranks
+    ]
     assert kinds[0] == kinds[1] == kinds[2]
     assert {axis for axis, *_ in kinds[0]} == {"dp", "tp", "world"}
 
@@ -394,7 +450,9 @@ def test_the_first_hour_fits(
     check(found, waits=EXPERTS)
     reserved = max(figures.memory["reserved"] for figures in found.ranks) / 2**30
     shown = re.findall(r"\| ([\d.]+) \|$", FIRST_HOUR.read_text(), re.MULTILINE)
-    near = {"abs": 0.3} if torch.__version__ < "2.14" else {"rel": 0.04}  # the page has torch 2.13's
+    near = (
+        {"abs": 0.3} if torch.__version__ < "2.14" else {"rel": 0.04}
+    )  # the page has torch 2.13's
     assert "metrics.warmup_steps=2" not in words or reserved in [
         pytest.approx(float(x), **near) for x in shown
     ]

@@ -25,7 +25,13 @@ from harness.util.errors import EXIT_USER
 pytestmark = pytest.mark.rehearsal
 
 BASE = [
-    *("model=llama3_debug", "data=synthetic", "tokenizer=bytes", "precision=fp32", "parallelism=fsdp"),
+    *(
+        "model=llama3_debug",
+        "data=synthetic",
+        "tokenizer=bytes",
+        "precision=fp32",
+        "parallelism=fsdp",
+    ),
     *("training.steps=4", "parallelism.dp_shard=2"),
 ]
 EXIT_FAILED = 3
@@ -41,7 +47,9 @@ PipelineStage._prepare_forward_infra = substitutes._shapes_are_known
 """
 
 
-def train(folder: Path, *overrides: str, gpus: str | None = None) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, *overrides: str, gpus: str | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "harness.train", *BASE, f"runs_dir={folder}", *overrides]
     variables = environment(library()) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
@@ -86,7 +94,10 @@ def test_a_run_saves_asynchronously_traces_and_resumes(graphs: str, tmp_path: Pa
     row = result(tmp_path)
     assert (row["exit_reason"], row["start_step"], row["step"]) == ("completed", 2, 4)
     other = train(
-        tmp_path / "other", f"checkpoint.initial_load_path={run}/checkpoints/step-4", *saving, gpus="0,1"
+        tmp_path / "other",
+        f"checkpoint.initial_load_path={run}/checkpoints/step-4",
+        *saving,
+        gpus="0,1",
     )
     assert other.returncode == 0, other.stderr
 
@@ -135,8 +146,14 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> None:
-    large = ["training.seq_len=8192", "training.local_batch_size=256", "training.global_batch_size=512"]
-    done = train(tmp_path, *large, "profiling=on", "profiling.interval=4", "profiling.memory_snapshot=true")
+    large = [
+        "training.seq_len=8192",
+        "training.local_batch_size=256",
+        "training.global_batch_size=512",
+    ]
+    done = train(
+        tmp_path, *large, "profiling=on", "profiling.interval=4", "profiling.memory_snapshot=true"
+    )
     assert done.returncode == EXIT_FAILED, done.stderr
     row = result(tmp_path)
     assert (row["exit_reason"], row["error.kind"]) == ("failed", "out_of_memory")
@@ -166,9 +183,14 @@ def test_mixtures_of_scheduled_sizes(tmp_path: Path, overrides: str) -> None:
         "schedule.seq_len=[{until_step:2,tokens:32}]",
     ]
     words = [f"data.cache_dir={tmp_path}", "tokenizer=python_2k", "model.vocab_size=2048"]
-    done = train(tmp_path, "data=mixture", *sources, *sizes, *words, *overrides.split(), gpus="0,1,2,3")
+    done = train(
+        tmp_path, "data=mixture", *sources, *sizes, *words, *overrides.split(), gpus="0,1,2,3"
+    )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (run_folder(tmp_path) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run_folder(tmp_path) / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "loss.web" in row]
     assert [row["tokens"] for row in steps] == [4 * 32, 4 * 32 + 8 * 32, 384 + 512, 384 + 1024]
     assert {"valid_tokens.web", "epochs.code"} <= steps[-1].keys()
@@ -195,13 +217,26 @@ def test_flex_attention_of_many_lengths_is_compiled(tmp_path: Path) -> None:
 def test_conversations(tmp_path: Path) -> None:
     """Packed conversations; the kernel of varlen needs lengths that a virtual GPU does not compute."""
     file = tmp_path / "a.jsonl"
-    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a test."}]
+    turns = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "It is a test."},
+    ]
     file.write_text(f"{json.dumps({'messages': turns})}\n" * 64)
-    chat = ["data=chat", f"data.paths=[{file}]", "data.chat_template=plain", f"data.cache_dir={tmp_path}"]
+    chat = [
+        "data=chat",
+        f"data.paths=[{file}]",
+        "data.chat_template=plain",
+        f"data.cache_dir={tmp_path}",
+    ]
     for attention in ("flex", "sdpa"):
         kernel = [f"training.attention={attention}", "training.seq_len=64"]
         done = train(
-            tmp_path / attention, *chat, *kernel, "model.vocab_size=2048", "tokenizer=python_2k", gpus="0,1"
+            tmp_path / attention,
+            *chat,
+            *kernel,
+            "model.vocab_size=2048",
+            "tokenizer=python_2k",
+            gpus="0,1",
         )
         assert done.returncode == 0, done.stderr
 
@@ -213,7 +248,10 @@ def test_the_doctor_looks_at_gpus() -> None:
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     found = {row["what"]: row for row in json.loads(done.stdout)["checks"]}
     assert "fail" not in {row["verdict"] for row in found.values()}, done.stdout
-    assert "2 x NVIDIA H100 80GB HBM3" in found["GPUs"]["found"] and "planned 338" in found["links"]["found"]
+    assert (
+        "2 x NVIDIA H100 80GB HBM3" in found["GPUs"]["found"]
+        and "planned 338" in found["links"]["found"]
+    )
     assert found["attention"]["found"].startswith("bfloat16 takes CUDNN_ATTENTION")
 
 
@@ -222,5 +260,7 @@ def test_tests_of_a_gpu_whose_values_do_not_matter() -> None:
     run = "import pytest, sys, torch; torch.backends.cuda.enable_cudnn_sdp(False); sys.exit(pytest.main())"
     variables = environment(library()) | {"CUDA_VISIBLE_DEVICES": "0"}
     chosen = ["-m", "gpu(values=False)", "-n", "0", str(Path(__file__).parents[2] / "test_gpu.py")]
-    done = subprocess.run([sys.executable, "-c", run, *chosen], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", run, *chosen], env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0 and "13 passed" in done.stdout, done.stdout[-3000:]

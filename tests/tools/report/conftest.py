@@ -18,7 +18,9 @@ def plan_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]
     """Replace ``make_plan`` by a function."""
 
     def put(make_plan: Callable[[Any], Any]) -> None:
-        monkeypatch.setitem(sys.modules, "harness.tools.plan.make", SimpleNamespace(make_plan=make_plan))
+        monkeypatch.setitem(
+            sys.modules, "harness.tools.plan.make", SimpleNamespace(make_plan=make_plan)
+        )
 
     return put
 

@@ -56,7 +56,11 @@ def result(job: Job, rate: float, device: str = DEVICE, **more: Any) -> dict[str
         },
         "memory_gib": 3.25,
         "job": job.to_dict(),
-        "code": {"commit": "0123456789abcdef", "dirty": False, "versions": {"torch": "2.x", "python": "3.x"}},
+        "code": {
+            "commit": "0123456789abcdef",
+            "dirty": False,
+            "versions": {"torch": "2.x", "python": "3.x"},
+        },
         "host": {"name": "somewhere", "system": "Linux", "cores": 16},
         **more,
     }

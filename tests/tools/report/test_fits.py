@@ -45,7 +45,9 @@ def chinchilla(seed: int, count: int, noise: float) -> Data:
     random = np.random.default_rng(seed)
     sizes = 10 ** random.uniform(7.8, 10.2, count)
     tokens = 10 ** random.uniform(18.8, 21.5, count) / 6 / sizes
-    losses = TRUTH["E"] + TRUTH["A"] / sizes ** TRUTH["alpha"] + TRUTH["B"] / tokens ** TRUTH["beta"]
+    losses = (
+        TRUTH["E"] + TRUTH["A"] / sizes ** TRUTH["alpha"] + TRUTH["B"] / tokens ** TRUTH["beta"]
+    )
     return np.column_stack([sizes, tokens]), losses * np.exp(noise * random.standard_normal(count))
 
 
@@ -81,7 +83,9 @@ def test_the_minimum_is_no_higher_than_scipys() -> None:
         return float(np.where(size <= HUBER, size**2 / 2, HUBER * (size - HUBER / 2)).sum())
 
     starts = product((5, 10), (5, 10), (0.5,), (0.3, 0.6), (0.3,))
-    found = [minimize(objective, start, method="L-BFGS-B", options={"ftol": 1e-14}) for start in starts]
+    found = [
+        minimize(objective, start, method="L-BFGS-B", options={"ftol": 1e-14}) for start in starts
+    ]
     made = fit(CHINCHILLA, variables, losses, replicates=2)
     assert made.objective <= min(each.fun for each in found) * (1 + 1e-6)
     ours = [np.log(made.values[name]) for name in ("A", "B", "E")]
@@ -92,7 +96,8 @@ def test_the_minimum_is_no_higher_than_scipys() -> None:
 def test_intervals_contain_the_published_truth() -> None:
     seeds = range(60) if THOROUGH else range(3)
     found = [
-        coverage(fit(CHINCHILLA, *chinchilla(seed, 80, noise=0.005), replicates=100), TRUTH) for seed in seeds
+        coverage(fit(CHINCHILLA, *chinchilla(seed, 80, noise=0.005), replicates=100), TRUTH)
+        for seed in seeds
     ]
     # The chance of fewer at a true rate of 0.95 is below 1e-4 for each parameter of 60 sets.
     least = 49 / 60 if THOROUGH else 0.5
@@ -106,7 +111,9 @@ def test_intervals_of_few_points_are_wide_enough() -> None:
     for seed in seeds:
         made = fit(COMPUTE, *ladder(seed, 7, noise=0.003), replicates=120)
         inside.append(coverage(made, {"E": 1.7, "K": 600.0, "gamma": 0.15}))
-        new = (1.7 + 600 / 1e22**0.15) * np.exp(0.003 * np.random.default_rng(1000 + seed).standard_normal())
+        new = (1.7 + 600 / 1e22**0.15) * np.exp(
+            0.003 * np.random.default_rng(1000 + seed).standard_normal()
+        )
         predicted.append(float(new) in made.predict(target, noise=True)[0])
     # At a true rate of 0.95, 33 of 40 or fewer have a chance of 0.3 %, 179 of 200 of 0.1 %.
     least = 0.89 if THOROUGH else 0.825
@@ -137,7 +144,11 @@ def isoflop(noise: float, curvature: float = 0.03) -> tuple[list[float], list[fl
         for away in (-1.5, -0.7, 0.0, 0.7, 1.5):
             loss = 3 - 0.1 * np.log10(flops / 1e18) + curvature * away**2
             rows.append(
-                (flops * (1 + 1e-3 * away), np.exp(best + away), loss * (1 + noise * random.normal()))
+                (
+                    flops * (1 + 1e-3 * away),
+                    np.exp(best + away),
+                    loss * (1 + noise * random.normal()),
+                )
             )
     columns = zip(*rows, strict=True)
     return tuple([float(value) for value in column] for column in columns)  # type: ignore[return-value]
@@ -182,7 +193,13 @@ def test_a_minimum_outside_of_its_interval_is_drawn(tmp_path: Path) -> None:
 
 
 Row = dict[str, Any]
-JOB = ["model=llama3_8b", "data=synthetic", "tokenizer=none", "cluster.device=cpu", "training.seq_len=4096"]
+JOB = [
+    "model=llama3_8b",
+    "data=synthetic",
+    "tokenizer=none",
+    "cluster.device=cpu",
+    "training.seq_len=4096",
+]
 LADDER = ["sweep=ladder", *JOB, "scale.parameters=50M,100M,200M,400M,800M,1.6B,3.2B"]
 ISOFLOP = ["sweep=isoflop", *JOB, "scale.flops=3e18,1e19,3e19"]
 
@@ -199,7 +216,9 @@ def made(overrides: list[str], noise: float, completed: int | None = None) -> li
         job = point.job
         name = " ".join(each for each in point.overrides if each.startswith("scale."))
         size, tokens = count(job.model, "non_embedding"), job.sizes.tokens(job.steps)
-        loss = (1.8172 + 482.01 / size**0.3478 + 2085.43 / tokens**0.3658) * np.exp(noise * random.normal())
+        loss = (1.8172 + 482.01 / size**0.3478 + 2085.43 / tokens**0.3658) * np.exp(
+            noise * random.normal()
+        )
         ended = {"state": "completed", "tokens": tokens, "loss": loss + 1, "validation_loss": loss}
         is_planned = completed is not None and len(rows) >= completed
         rows.append(as_planned(name, job, point.overrides) | ({} if is_planned else ended))
@@ -225,7 +244,9 @@ def test_a_ladder_is_fitted_to_compute_and_predicts(
     found = fits_of(rows, hold_out=1)
     assert found.law is not None and found.law.law is COMPUTE and found.by_parameters is None
     held, planned = found.forecasts
-    assert held.run.loss is not None and held.run.loss in held.predicted and planned.run.loss is None
+    assert (
+        held.run.loss is not None and held.run.loss in held.predicted and planned.run.loss is None
+    )
     assert held.error == pytest.approx(held.run.loss / held.predicted.value - 1)
     text = (tmp_path / "made" / "report" / "fits.md").read_text()
     assert f"| scale.parameters=1.6B | {held.run.parameters:,} |" in text
@@ -240,7 +261,9 @@ def test_the_compute_of_a_run_is_that_of_mfu() -> None:
     assert found.flops == account(point.job.model, 4096).flops_per_token_full * 12_345
 
 
-def test_isoflop_runs_determine_chinchillas_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_isoflop_runs_determine_chinchillas_law(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = made(ISOFLOP, noise=0.001)
     assert run(tmp_path / "made", rows, "--fits", "--json") == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
@@ -262,7 +285,9 @@ def test_what_the_data_do_not_determine_is_said() -> None:
     assert "gamma" in words and "K" in words
     few = fits_of(made(LADDER, noise=0.0, completed=3))
     assert few.law is None and not few.forecasts
-    assert few.words[-1] == "No fit: a power law of compute needs 5 different runs, and there are 3."
+    assert (
+        few.words[-1] == "No fit: a power law of compute needs 5 different runs, and there are 3."
+    )
     rows = [{**row, "validation_loss": None} for row in made(LADDER, noise=0.0)]
     assert any("loss of one batch" in each for each in fits_of(rows).words)
 
@@ -275,7 +300,9 @@ def test_losses_that_cannot_be_compared_are_refused() -> None:
         UserError, match=r"^training.seq_len: is 4096 in .* and 2048 in .*; would work: a fol"
     ):
         fits_of([*rows[:-1], {**rows[-1], "job.training.seq_len": 2048}])
-    with pytest.raises(UserError, match=r"--hold-out=7: .* 7 different computes.*would work: --hold-out 6"):
+    with pytest.raises(
+        UserError, match=r"--hold-out=7: .* 7 different computes.*would work: --hold-out 6"
+    ):
         fits_of(rows, hold_out=7)
 
 

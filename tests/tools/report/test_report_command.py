@@ -35,7 +35,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_a_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plan_with: Put,
 ) -> None:
     seen: list[str | None] = []
 
@@ -45,7 +48,9 @@ def test_a_sweep(
         return plan_of(lambda job: 1.1 * rate_of(job))(job)
 
     plan_with(make_plan)
-    folder = make_sweep(tmp_path, failing=lambda job: job.parallelism.tp == 2 and job.parallelism.pp == 2)
+    folder = make_sweep(
+        tmp_path, failing=lambda job: job.parallelism.tp == 2 and job.parallelism.pp == 2
+    )
     assert run(monkeypatch, folder) == 0
     # The measured device differs from the job's accelerator; the failed row has only the job's.
     assert seen == ["H100 SXM"] * 4
@@ -67,23 +72,40 @@ def test_a_sweep(
 
 
 def test_groups_of_numerics_and_no_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plan_with: Put,
 ) -> None:
     plan_with(plan_of(rate_of))
-    space = ["data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "parallelism.dp_shard=1,2", "name=n"]
+    space = [
+        "data=synthetic",
+        "tokenizer=bytes",
+        "cluster.device=cpu",
+        "parallelism.dp_shard=1,2",
+        "name=n",
+    ]
     folder = make_sweep(tmp_path / "both", [*space, "optimizer.lr=1e-3,2e-3"])
     assert run(monkeypatch, folder, "--out", tmp_path / "out") == 0
     text = (tmp_path / "out" / "tables.md").read_text()
-    assert re.search(r"## Runs, group 1\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.001.", text)
-    assert re.search(r"## Runs, group 2\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.002.", text)
+    assert re.search(
+        r"## Runs, group 1\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.001.", text
+    )
+    assert re.search(
+        r"## Runs, group 2\n\nRuns of equal numerics \(`\w{12}`\): optimizer.lr=0.002.", text
+    )
     assert not (folder / "report").exists()
     folder = make_sweep(tmp_path / "each", [*space[:-2], "name=n", "optimizer.lr=1e-3,2e-3"])
     assert run(monkeypatch, folder) == 0
     text = (folder / "report" / "tables.md").read_text()
-    assert "The numerics of all runs differ (optimizer.lr): compare losses as well as speed." in text
+    assert (
+        "The numerics of all runs differ (optimizer.lr): compare losses as well as speed." in text
+    )
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as in an install without extras
     assert run(monkeypatch, folder, "--out", tmp_path / "words") == 0
-    assert "without pictures: matplotlib is not installed; would work: pip" in capsys.readouterr().out
+    assert (
+        "without pictures: matplotlib is not installed; would work: pip" in capsys.readouterr().out
+    )
     assert {each.suffix for each in (tmp_path / "words").iterdir()} == {".md", ".csv", ".html"}
 
 

@@ -10,16 +10,26 @@ from harness.compose.composer import compose_job
 from harness.launch.rows import as_planned, completed
 from harness.tools.report.rounds import Spread, tables_of_rounds
 
-TINY = ["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "checkpoint=disabled"]
+TINY = [
+    "model=llama3_tiny",
+    "data=synthetic",
+    "tokenizer=bytes",
+    "cluster.device=cpu",
+    "checkpoint=disabled",
+]
 
 
 def ran(rate: float | None, seed: int, *typed: str) -> dict[str, Any]:
     """The row of a run; it failed if there is no rate."""
     typed = (f"training.seed={seed}", *typed)
-    row = as_planned(" ".join(typed).replace("training.", ""), compose_job([*TINY, *typed]), list(typed))
+    row = as_planned(
+        " ".join(typed).replace("training.", ""), compose_job([*TINY, *typed]), list(typed)
+    )
     if rate is None:
         return {**row, "state": "failed"}
-    return completed({**row, "state": "completed", "window.tokens_per_second": rate, "memory_gib": 1.5})
+    return completed(
+        {**row, "state": "completed", "window.tokens_per_second": rate, "memory_gib": 1.5}
+    )
 
 
 def test_ratios_are_of_the_same_round() -> None:
@@ -38,7 +48,9 @@ def test_ratios_are_of_the_same_round() -> None:
 
 
 def test_jobs_that_ran_once_have_no_rounds() -> None:
-    assert tables_of_rounds([ran(100.0, 1), ran(90.0, 1, "precision=bf16"), {"point": "no job"}]) == []
+    assert (
+        tables_of_rounds([ran(100.0, 1), ran(90.0, 1, "precision=bf16"), {"point": "no job"}]) == []
+    )
 
 
 def test_an_unknown_figure_stays_unknown() -> None:

@@ -37,7 +37,9 @@ RATE = "tokens_per_second_per_rank"
 
 
 def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
-    folder = make_sweep(tmp_path, failing=lambda job: job.parallelism.tp == 2 and job.parallelism.pp == 2)
+    folder = make_sweep(
+        tmp_path, failing=lambda job: job.parallelism.tp == 2 and job.parallelism.pp == 2
+    )
     rows = load(folder)
     assert [(row["point"], row["state"]) for row in rows] == [
         ("tp=1 pp=1", "completed"),
@@ -58,7 +60,10 @@ def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
         assert row["measured.mfu"] == pytest.approx(flops)
         typed = shlex.split(row["command"])
         assert typed[:2] == ["harness", "train"] and compose_job(typed[2:]).id == row["id"]
-    assert (rows[3]["kind"], rows[3]["reason"]) == ("out_of_memory", "rank 3: Tried to allocate 2 GiB")
+    assert (rows[3]["kind"], rows[3]["reason"]) == (
+        "out_of_memory",
+        "rank 3: Tried to allocate 2 GiB",
+    )
     assert not any(key.startswith("measured.") for key in rows[3])
     assert "parallelism.dp_shard=-1" in rows[4]["reason"] and job_of(rows[4]) is None
 
@@ -68,9 +73,7 @@ def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
     slow = SlowRank(3, "node7", "H100 3", "forward", 0.31, 17)
     (run / "slow_ranks.json").write_text(json.dumps({"slow": [asdict(slow)]}))
-    said = (
-        "rank 3 (node7, H100 3) computes 31% longer than the other ranks, most in forward; found in step 17"
-    )
+    said = "rank 3 (node7, H100 3) computes 31% longer than the other ranks, most in forward; found in step 17"
     points = list_runs(folder).data["runs"]
     assert [point["slow"] for point in points if "slow" in point] == [[asdict(slow)]]
     assert f"slow: {said[:60]}" in list_runs(folder).text
@@ -159,7 +162,13 @@ def test_kept_rows_are_the_rows(tmp_path: Path) -> None:
     assert [row["point"] for row in again] == [row["point"] for row in rows]
     for row, kept in zip(rows, again, strict=True):
         assert job_of(kept) is None or job_of(kept).id == row["id"]  # type: ignore[union-attr]
-        for key in ("measured.tokens_per_second_per_rank", "code.commit", "device", "command", "state"):
+        for key in (
+            "measured.tokens_per_second_per_rank",
+            "code.commit",
+            "device",
+            "command",
+            "state",
+        ):
             assert kept.get(key) == row.get(key)
     text = (tmp_path / KEPT).read_text()
     # Neither the machine's name nor its folders.
@@ -172,24 +181,52 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"results.jsonl: line 2 is not a JSON"):
         load(tmp_path)
     (tmp_path / KEPT).write_text('{"point": "a"}\n')
-    with pytest.raises(UserError, match=r"results.jsonl: line 1 is not a row of a run: state is missing"):
+    with pytest.raises(
+        UserError, match=r"results.jsonl: line 1 is not a row of a run: state is missing"
+    ):
         load(tmp_path)
 
 
 def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
     """Medians over rounds; the smaller model counts if the larger one did not fit."""
-    overrides = ["model=llama3_8b", "precision=bf16", "compile=on", "cluster.device=cuda", "data=synthetic"]
+    overrides = [
+        "model=llama3_8b",
+        "precision=bf16",
+        "compile=on",
+        "cluster.device=cuda",
+        "data=synthetic",
+    ]
     overrides += ["tokenizer=bytes", "training.global_batch_size=1", "training.seq_len=8192"]
-    common = {"shape": "8B", "activation_checkpoint": "full", "mode": "bf16_compile", "overrides": overrides}
+    common = {
+        "shape": "8B",
+        "activation_checkpoint": "full",
+        "mode": "bf16_compile",
+        "overrides": overrides,
+    }
     run = {"memory_gib": 70.0, "step_seconds": 1.0, "mfu": 0.5}
-    starved = {"side": "harness", "n_layers": 20, "round": 0, "failed": "out_of_memory", "message": "no"}
+    starved = {
+        "side": "harness",
+        "n_layers": 20,
+        "round": 0,
+        "failed": "out_of_memory",
+        "message": "no",
+    }
     rows = [{**common, **starved}]
     for number, rate in enumerate((1000.0, 1200.0, 1100.0)):
         rows.append(
-            {**common, **run, "side": "harness", "n_layers": 10, "round": number, "tokens_per_second": rate}
+            {
+                **common,
+                **run,
+                "side": "harness",
+                "n_layers": 10,
+                "round": number,
+                "tokens_per_second": rate,
+            }
         )
         rows.append({**rows[-1], "side": "torchtitan", "tokens_per_second": rate - 100})
-    rows.append({**common, "mode": "bf16", "side": "harness", "n_layers": 10, "round": 0, "failed": "bug"})
+    rows.append(
+        {**common, "mode": "bf16", "side": "harness", "n_layers": 10, "round": 0, "failed": "bug"}
+    )
     facts = {"device": DEVICE, "versions": {"torch": "2.x"}, "commit": "0123", "dirty": False}
     keep(tmp_path, report_rows(facts, rows))
     compiled, eager = load(tmp_path)
@@ -204,7 +241,8 @@ def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
 
 def test_names_and_commands() -> None:
     assert (
-        shortened("parallelism.tp=2 optimizer.lr=1.5e-3 model=llama3_8b") == "tp=2 lr=1.5e-3 model=llama3_8b"
+        shortened("parallelism.tp=2 optimizer.lr=1.5e-3 model=llama3_8b")
+        == "tp=2 lr=1.5e-3 model=llama3_8b"
     )
     assert command_of(["a=[1,2]", "b=3"]) == "harness train 'a=[1,2]' b=3"
     nested = ["cluster.setup=['echo \"a b\"']", "name='a b'", "cluster.env.A=`x`!"]
@@ -212,7 +250,9 @@ def test_names_and_commands() -> None:
 
 
 def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:
-    job = compose_job(["cluster=slurm", "cluster.env.A=b", "cluster.sbatch.reservation=x", "data.prefetch=3"])
+    job = compose_job(
+        ["cluster=slurm", "cluster.env.A=b", "cluster.sbatch.reservation=x", "data.prefetch=3"]
+    )
     from harness.util.encoding import flatten
 
     assert job_of(flatten(result(job, 1.0))) == job
@@ -269,14 +309,21 @@ def test_differing_models_are_summarized(tmp_path: Path) -> None:
 def test_losses_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: dict[tuple[str, ...], list[tuple[int, float]]] = {
         ("optimizer.lr=1e-3", "training.seed=1"): [(1, 3.0), (2, 2.0), (3, 1.5)],
-        ("optimizer.lr=1e-3", "training.seed=2"): [(1, 3.2), (2, 9.0), (2, 2.2), (3, 1.7)],  # resumed
+        ("optimizer.lr=1e-3", "training.seed=2"): [
+            (1, 3.2),
+            (2, 9.0),
+            (2, 2.2),
+            (3, 1.7),
+        ],  # resumed
         ("optimizer.lr=2e-3",): [(1, 3.0), (2, math.nan), (3, 1.0)],
         **{(f"optimizer.lr={n}e-4",): [(1, 3.0), (2, 2.0), (3, 2.0 + n)] for n in range(1, 9)},
     }
     for typed, losses in runs.items():
         leave_run(tmp_path, "model=llama3_tiny", *typed)
         [path] = [each for each in tmp_path.glob("*/*") if not (each / "metrics.jsonl").exists()]
-        facts = [{"step": n, "loss": loss, "tokens": 8 * n, "step_seconds": 0.5} for n, loss in losses]
+        facts = [
+            {"step": n, "loss": loss, "tokens": 8 * n, "step_seconds": 0.5} for n, loss in losses
+        ]
         (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
     figures: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
@@ -286,7 +333,12 @@ def test_losses_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         for axis, last in zip(figures[-1].axes, (3, 24, 1.5), strict=True):
             lines = {line.get_label(): line for line in axis.lines}
             named = [f"lr=0.000{n}" for n in range(1, 7)]
-            assert [name for name in lines if name[0] != "_"] == ["lr=0.002", control, *named, "2 more"]
+            assert [name for name in lines if name[0] != "_"] == [
+                "lr=0.002",
+                control,
+                *named,
+                "2 more",
+            ]
             assert list(lines[control].get_ydata()) == pytest.approx(seeds)
             assert lines[control].get_xdata()[-1] == last
             assert math.isnan(lines["lr=0.002"].get_ydata()[1])
@@ -312,7 +364,10 @@ def test_what_a_picture_of_losses_leaves_out(
     for seed, run in enumerate(losses):
         leave_run(tmp_path, "model=llama3_tiny", f"optimizer.lr={seed + 1}e-3")
         [path] = [each for each in tmp_path.glob("*/*") if not (each / "metrics.jsonl").exists()]
-        facts = [{"step": n + 1, "loss": loss, "tokens": n, "step_seconds": 1} for n, loss in enumerate(run)]
+        facts = [
+            {"step": n + 1, "loss": loss, "tokens": n, "step_seconds": 1}
+            for n, loss in enumerate(run)
+        ]
         (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
     figures: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
@@ -326,7 +381,9 @@ def test_what_a_picture_of_losses_leaves_out(
 def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_run(tmp_path / "runs", "model=llama3_tiny")
     [row] = load(tmp_path / "runs")
-    names = [" ".join(f"a_long_field_{n}=value_{n}" for n in range(6, 6 + count)) for count in (8, 2, 1)]
+    names = [
+        " ".join(f"a_long_field_{n}=value_{n}" for n in range(6, 6 + count)) for count in (8, 2, 1)
+    ]
     figures = []
     save = plots.save
 
@@ -338,7 +395,9 @@ def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(plots, "save", keep)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plots.bars(tmp_path / "runs.png", "t", names, [row, {**row, "state": "pending"}, row])
+        assert plots.bars(
+            tmp_path / "runs.png", "t", names, [row, {**row, "state": "pending"}, row]
+        )
     [figure] = figures
     for label in figure.axes[0].get_yticklabels():
         box = label.get_window_extent()

@@ -102,7 +102,10 @@ def edit_result(run_dir: Path, **changes: Any) -> None:
 
 
 def test_command(
-    tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    sweep: Sweep,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sweep.stops_after = 3
     assert converge(tmp_path) == EXIT_INTERRUPTED
@@ -128,7 +131,9 @@ def test_command(
     text = (folder / "tables.md").read_text()
     assert "![Curves](curves.png)" in text
     assert "`harness converge model=llama3_tiny" in text
-    assert all((folder / name).stat().st_size > 10_000 for name in ("curves.png", "differences.png"))
+    assert all(
+        (folder / name).stat().st_size > 10_000 for name in ("curves.png", "differences.png")
+    )
     for name in ("draw_curves", "draw_differences"):
         monkeypatch.setattr(verb, name, lambda *_: None)
     # A run that failed decides the verdict, also if the others are equal.

@@ -59,7 +59,9 @@ def test_world_size_limits_the_ranks() -> None:
 
 
 def test_an_invalid_technique_is_skipped_with_its_error() -> None:
-    skipped = composed("converge.techniques.wide='parallelism.tp=3'", "converge.only=[wide,fsdp]")["wide"]
+    skipped = composed("converge.techniques.wide='parallelism.tp=3'", "converge.only=[wide,fsdp]")[
+        "wide"
+    ]
     assert not skipped.runs
     assert skipped.skipped.startswith("parallelism.tp=3: must divide")
 

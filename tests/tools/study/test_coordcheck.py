@@ -78,7 +78,9 @@ def test_a_wrong_learning_rate_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def made(exponent: float, change: float, steps: int = 2) -> list[Activation]:
     """Activations of a module that follow powers of the width; at step 0 there is no change."""
     return [
-        Activation("layers.0", "residual stream", width, step, width**exponent, width**change * step)
+        Activation(
+            "layers.0", "residual stream", width, step, width**exponent, width**change * step
+        )
         for width in (64, 128, 256)
         for step in range(steps + 1)
     ]
@@ -100,7 +102,9 @@ def test_power_laws_are_found(exponent: float, change: float, word: str) -> None
     [verdict] = judge(made(exponent, change), 0.25)
     assert verdict.word == word
     if not math.isnan(exponent):
-        assert verdict.slope == pytest.approx(exponent) and verdict.change_slope == pytest.approx(change)
+        assert verdict.slope == pytest.approx(exponent) and verdict.change_slope == pytest.approx(
+            change
+        )
 
 
 @pytest.mark.parametrize(("change", "word"), [(-0.7, STEADY), (-0.8, VANISHES), (0.3, GROWS)])
@@ -120,7 +124,9 @@ def test_growth_at_one_step_is_found() -> None:
 
 
 def test_a_value_without_logarithm_has_no_slope() -> None:
-    assert math.isnan(slope([(64, 0.0), (128, 1.0)])) and math.isnan(slope([(64, math.inf), (128, 1.0)]))
+    assert math.isnan(slope([(64, 0.0), (128, 1.0)])) and math.isnan(
+        slope([(64, math.inf), (128, 1.0)])
+    )
 
 
 def test_recorded_values_are_those_of_the_modules() -> None:
@@ -136,7 +142,9 @@ def test_recorded_values_are_those_of_the_modules() -> None:
     with torch.no_grad(), recorded(decoder) as record:
         logits = decoder(tokens)
     q, k = inputs["scores"][:2]
-    head = q[:, :, 5] @ k[:, :, 2].transpose(1, 2) * 16**-0.5  # query head 5 of 8 reads key head 2 of 4
+    head = (
+        q[:, :, 5] @ k[:, :, 2].transpose(1, 2) * 16**-0.5
+    )  # query head 5 of 8 reads key head 2 of 4
     torch.testing.assert_close(record.values["layers.0.attention.scores"][0][:, 5], head)
     expected = inputs["router"][0].flatten(0, 1) @ router.weight.T / 4
     torch.testing.assert_close(record.values["layers.0.moe.router"][0], expected)

@@ -52,9 +52,13 @@ def experiment(
     noise = {seed: 1 + 0.03 * random.standard_normal(len(STEPS)) for seed in range(SEEDS)}
 
     def runs(speed: float, offset: float, drift: float) -> Curves:
-        walks = drift * random.standard_normal((SEEDS, len(STEPS))).cumsum(axis=1) / len(STEPS) ** 0.5
+        walks = (
+            drift * random.standard_normal((SEEDS, len(STEPS))).cumsum(axis=1) / len(STEPS) ** 0.5
+        )
         curve = truth(STEPS * (1 + speed)) * (1 + offset)
-        return Curves(STEPS, {seed: curve * noise[seed] * (1 + walks[seed]) for seed in range(SEEDS)})
+        return Curves(
+            STEPS, {seed: curve * noise[seed] * (1 + walks[seed]) for seed in range(SEEDS)}
+        )
 
     techniques = {f"{number}": runs(speed, offset, drift) for number in range(TECHNIQUES)}
     return runs(0.0, 0.0, 0.0), techniques
@@ -94,7 +98,9 @@ def test_equal_techniques_are_rarely_called_different(drift: float, most: float)
         ({"drift": 0.003, "offset": 0.011}, EQUAL, 0, 0.05),
     ],
 )
-def test_shares_of_verdicts(differences: dict[str, float], word: str, least: float, most: float) -> None:
+def test_shares_of_verdicts(
+    differences: dict[str, float], word: str, least: float, most: float
+) -> None:
     assert least <= rates(**differences)[word] <= most
 
 
@@ -135,7 +141,9 @@ def test_slope() -> None:
 
 
 def same_bits(control: Curves) -> Curves:
-    return Curves(STEPS, {seed: losses.copy() for seed, losses in control.losses.items()}, same_numerics=True)
+    return Curves(
+        STEPS, {seed: losses.copy() for seed, losses in control.losses.items()}, same_numerics=True
+    )
 
 
 def test_same_bits_are_equal() -> None:
@@ -163,7 +171,9 @@ def test_an_interval_is_inside_outside_or_neither() -> None:
     """Mean 2, standard error 1/sqrt(3), two degrees of freedom."""
     estimate = Estimate.of([1.0, 2.0, 3.0], 4.0, 0.05)
     half = 2.919986 / math.sqrt(3)
-    assert (estimate.low, estimate.mean, estimate.high) == pytest.approx((2 - half, 2, 2 + half), rel=1e-6)
+    assert (estimate.low, estimate.mean, estimate.high) == pytest.approx(
+        (2 - half, 2, 2 + half), rel=1e-6
+    )
     assert estimate.is_inside and not estimate.is_outside
     straddling = replace(estimate, bound=3.0)
     assert not straddling.is_inside and not straddling.is_outside

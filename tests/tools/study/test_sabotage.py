@@ -15,7 +15,16 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.tools.parity.parity import Trace, trace
-from harness.tools.study.judge import BETTER, DIFFERENT, EQUAL, FINAL, NORM, Curves, TechniqueVerdict, judge
+from harness.tools.study.judge import (
+    BETTER,
+    DIFFERENT,
+    EQUAL,
+    FINAL,
+    NORM,
+    Curves,
+    TechniqueVerdict,
+    judge,
+)
 from harness.tools.study.techniques import ConvergeConfig
 
 SEEDS, STEPS = (1, 2, 3), 40
@@ -76,11 +85,15 @@ def verdicts(pool: RankPool) -> dict[str, TechniqueVerdict]:
     }
     if THOROUGH:
         techniques["bf16"] = curves(pool, tiny(*JOB, "precision=bf16"), same=False)
-    assert all(losses[-1] < 0.6 * losses[0] for losses in control.losses.values()), "the control learns"
+    assert all(losses[-1] < 0.6 * losses[0] for losses in control.losses.values()), (
+        "the control learns"
+    )
     return {name: judge(control, each, ConvergeConfig()) for name, each in techniques.items()}
 
 
-def test_errors_are_found_and_correct_techniques_are_equal(verdicts: dict[str, TechniqueVerdict]) -> None:
+def test_errors_are_found_and_correct_techniques_are_equal(
+    verdicts: dict[str, TechniqueVerdict],
+) -> None:
     correct = verdicts.keys() - {"lr", "scale", "factor"}
     assert correct and {verdicts[name].word for name in correct} == {EQUAL}
     # A larger rate learns faster at the start; the verdict says so.

@@ -58,7 +58,9 @@ class EncodeConfig:
             rule = "a picture is encoded once, with one crop"
             raise ConfigError("data.options.crop", "random", rule, "data.options.crop=center")
         if data.kind == "drawn_shapes" and self.samples is None:
-            raise ConfigError("encode.samples", None, "drawn shapes have no end", "encode.samples=10000")
+            raise ConfigError(
+                "encode.samples", None, "drawn shapes have no end", "encode.samples=10000"
+            )
         if data.kind != "drawn_shapes" and self.samples is not None:
             rule = "is read only with data.kind=drawn_shapes"
             raise ConfigError("encode.samples", self.samples, rule, "null")
@@ -85,8 +87,15 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
 
     def result(manifest: LatentManifest, title: str, seconds: float = 0.0) -> Result:
         counts = {split: manifest.count(split) for split in ("train", "validation")}
-        data = {"target": str(writer.target), **counts, "files": len(manifest.files), "seconds": seconds}
-        shown = "; ".join(f"{split} {plural(count, 'picture')}" for split, count in counts.items() if count)
+        data = {
+            "target": str(writer.target),
+            **counts,
+            "files": len(manifest.files),
+            "seconds": seconds,
+        }
+        shown = "; ".join(
+            f"{split} {plural(count, 'picture')}" for split, count in counts.items() if count
+        )
         command = f"next: harness train ... data=latents 'data.paths=[{writer.target}]'"
         return Result(data, f"{title}\n{shown}; files: {len(manifest.files)}\n{command}\n")
 
@@ -94,7 +103,9 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
         manifest = read_manifest(writer.target)
         if manifest.key != writer.key:
             rule = f"has latents of {manifest.source}, with another source, encoder, size or seed"
-            raise ConfigError("encode.target", job.encode.target, rule, "another folder, or remove this one")
+            raise ConfigError(
+                "encode.target", job.encode.target, rule, "another folder, or remove this one"
+            )
         return result(manifest, f"{writer.target} is complete")
     writer.check_target()
     if job.cluster.kind == "slurm":

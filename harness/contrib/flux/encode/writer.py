@@ -87,7 +87,9 @@ class LatentWriter(ShardWriter):
         self._device = device or pick_device(job)
         self._sources = open_splits(job)
         self.source_name = self._sources["train"].name
-        counts = {split: count_of(source, job.encode, split) for split, source in self._sources.items()}
+        counts = {
+            split: count_of(source, job.encode, split) for split, source in self._sources.items()
+        }
         self.units = list(_units(counts, job.encode.unit))
         self.shards = cut_units(self.units, min(job.encode.shards or 1, len(self.units)))
         self._fingerprint = fingerprint_of(encoders_of(job.data))
@@ -95,7 +97,13 @@ class LatentWriter(ShardWriter):
     @property
     def key(self) -> str:
         sources = {split: source.identity() for split, source in self._sources.items()}
-        content = [FORMAT_VERSION, sources, self._fingerprint, self._job.training.seed, *self.plan.values()]
+        content = [
+            FORMAT_VERSION,
+            sources,
+            self._fingerprint,
+            self._job.training.seed,
+            *self.plan.values(),
+        ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -146,7 +154,10 @@ class LatentWriter(ShardWriter):
         data = self._job.data
         encoders = build_encoders(encoders_of(self._job.data), self._device)
         samples = RawSamples(
-            self._sources[unit.split], seed=0, shuffle=False, skips=pictures_of(data).on_error == "skip"
+            self._sources[unit.split],
+            seed=0,
+            shuffle=False,
+            skips=pictures_of(data).on_error == "skip",
         )
         parts: list[dict[str, torch.Tensor]] = []
         captions: list[str] = []
@@ -178,7 +189,9 @@ class LatentWriter(ShardWriter):
         encoders = encoders_of(self._job.data)
         dtype = getattr(torch, encoders.dtype) if encoders.has_weights else torch.float32
         return {
-            name: each.contiguous().to("cpu", dtype) for name, each in tensors.items() if each is not None
+            name: each.contiguous().to("cpu", dtype)
+            for name, each in tensors.items()
+            if each is not None
         }
 
     def finish(self) -> LatentManifest | None:
@@ -190,7 +203,9 @@ class LatentWriter(ShardWriter):
             fingerprint=self._fingerprint,
             source=self.source_name,
             size=pictures_of(self._job.data).size,
-            files=[LatentFile(**json.loads(self._described(unit).read_bytes())) for unit in self.units],
+            files=[
+                LatentFile(**json.loads(self._described(unit).read_bytes())) for unit in self.units
+            ],
             key=self.key,
         )
         write_manifest(self.target, manifest)
@@ -219,10 +234,16 @@ def _units(counts: dict[str, int], size: int) -> Iterator[EncodeUnit]:
             number += 1
 
 
-def _prepare(job: EncodeJob, kind: str, index: int) -> Callable[[EncodeUnit, Callable[[int], None]], None]:
+def _prepare(
+    job: EncodeJob, kind: str, index: int
+) -> Callable[[EncodeUnit, Callable[[int], None]], None]:
     """Build the encoders in one of several processes; return the function that encodes a unit."""
     torch.set_num_threads(1)
-    device = torch.device(kind, index % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    device = (
+        torch.device(kind, index % torch.cuda.device_count())
+        if kind == "cuda"
+        else torch.device(kind)
+    )
     return LatentWriter(job, device).write_unit
 
 
@@ -242,5 +263,7 @@ class _Progress:
             return
         self._next = now + _SECONDS_BETWEEN_LINES
         speed = self._done / (now - self._started)
-        sys.stderr.write(f"encoded {self._done:,} of {self._total:,} pictures, {speed:.1f} a second\n")
+        sys.stderr.write(
+            f"encoded {self._done:,} of {self._total:,} pictures, {speed:.1f} a second\n"
+        )
         sys.stderr.flush()

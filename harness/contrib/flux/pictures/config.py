@@ -116,7 +116,9 @@ def check_pictures(data: DataConfig) -> None:
         path = getattr(options, name)
         if options.text == T5_CLIP and not path and data.kind not in ENCODED:
             rule = "data.options.text=t5_clip needs the folder of this encoder"
-            raise ConfigError(f"data.options.{name}", path, rule, "the folder that transformers saved")
+            raise ConfigError(
+                f"data.options.{name}", path, rule, "the folder that transformers saved"
+            )
         if options.text == WORDS and path:
             rule = "is read only with data.options.text=t5_clip"
             raise ConfigError(f"data.options.{name}", path, rule, "data.options.text=t5_clip")

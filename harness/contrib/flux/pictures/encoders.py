@@ -57,16 +57,21 @@ def fingerprint_of(config: EncodersConfig) -> str:
     if config.text != WORDS:
         settings = config.dtype, config.text_length
         words = " ".join(
-            fingerprint(f"data.options.{name}", getattr(config, name), *settings) for name in ("t5", "clip")
+            fingerprint(f"data.options.{name}", getattr(config, name), *settings)
+            for name in ("t5", "clip")
         )
     return f"{pixels}, {words}"
 
 
 @functools.lru_cache(maxsize=1)  # training and validation share them
-def build_encoders(config: EncodersConfig, device: torch.device, *, shard: bool = False) -> Encoders:
+def build_encoders(
+    config: EncodersConfig, device: torch.device, *, shard: bool = False
+) -> Encoders:
     """Build the encoders; with ``shard``, FSDP shards the text encoder's weights over all ranks, which then
     encode together."""
-    return Encoders(build_autoencoder(config, device), build_text_encoder(config, device, shard=shard))
+    return Encoders(
+        build_autoencoder(config, device), build_text_encoder(config, device, shard=shard)
+    )
 
 
 def build_autoencoder(config: EncodersConfig, device: torch.device) -> Autoencoder:
@@ -74,9 +79,15 @@ def build_autoencoder(config: EncodersConfig, device: torch.device) -> Autoencod
     return Patches(config.patch) if is_exact else PretrainedAutoencoder(config, device)
 
 
-def build_text_encoder(config: EncodersConfig, device: torch.device, *, shard: bool = False) -> TextEncoder:
+def build_text_encoder(
+    config: EncodersConfig, device: torch.device, *, shard: bool = False
+) -> TextEncoder:
     is_fixed = config.text == WORDS
-    return Words(config.text_length, config.width) if is_fixed else T5AndClip(config, device, shard=shard)
+    return (
+        Words(config.text_length, config.width)
+        if is_fixed
+        else T5AndClip(config, device, shard=shard)
+    )
 
 
 class Patches:
@@ -155,7 +166,9 @@ class PretrainedAutoencoder:
         self._dtype = getattr(torch, config.dtype)
         folder = Path(config.autoencoder).expanduser()
         load = partial(diffusers.AutoencoderKL.from_pretrained, low_cpu_mem_usage=False)
-        model = _load("data.options.autoencoder", folder, partial(load, folder, torch_dtype=self._dtype))
+        model = _load(
+            "data.options.autoencoder", folder, partial(load, folder, torch_dtype=self._dtype)
+        )
         self._model = _frozen(model).to(device)
         self._shift = model.config.shift_factor or 0.0
         self._scale = model.config.scaling_factor
@@ -184,7 +197,9 @@ class T5AndClip:
     def __init__(self, config: EncodersConfig, device: torch.device, *, shard: bool) -> None:
         transformers = _import("transformers", "data.options.text")
         transformers.utils.logging.disable_progress_bar()
-        assert config.t5 is not None and config.clip is not None, "checked when the job was composed"
+        assert config.t5 is not None and config.clip is not None, (
+            "checked when the job was composed"
+        )
         self._device = device
         self._length = config.text_length
         dtype = getattr(torch, config.dtype)
@@ -228,7 +243,11 @@ class T5AndClip:
 
     def _ids(self, name: str, captions: Sequence[str], length: int) -> Tensor:
         encoded = self._tokenizers[name](
-            list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+            list(captions),
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            return_tensors="pt",
         )
         ids: Tensor = encoded.input_ids.to(self._device)
         return ids
@@ -275,7 +294,10 @@ def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
 
 def _tokenizer_folder(folder: Path) -> Path:
     """Return the folder of a text encoder's tokenizer: the same, or its sibling in a diffusers repository."""
-    if any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "spiece.model")):
+    if any(
+        (folder / name).is_file()
+        for name in ("tokenizer_config.json", "tokenizer.json", "spiece.model")
+    ):
         return folder
     return folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
 

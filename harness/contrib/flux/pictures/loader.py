@@ -60,7 +60,10 @@ class CaptionDropout(NamedTuple):
 
     def drops(self, number: int) -> bool:
         """Whether a sample's caption is dropped: a function of the seed and its number."""
-        return bool(self.fraction) and random_stream("caption", self.seed, number).uniform() < self.fraction
+        return (
+            bool(self.fraction)
+            and random_stream("caption", self.seed, number).uniform() < self.fraction
+        )
 
 
 class CaptionEmbeddings(NamedTuple):
@@ -107,7 +110,11 @@ class EncodedLoader(PictureLoader):
     """Loader of pictures that are encoded."""
 
     def __init__(
-        self, samples: LatentSamples | SyntheticPictures, rows: range, sizes: Sizes, dropout: CaptionDropout
+        self,
+        samples: LatentSamples | SyntheticPictures,
+        rows: range,
+        sizes: Sizes,
+        dropout: CaptionDropout,
     ) -> None:
         super().__init__(samples, rows, sizes, dropout)
         self._samples = samples
@@ -118,7 +125,9 @@ class EncodedLoader(PictureLoader):
         means, stds = zip(*pictures, strict=True)
         texts, pooled = zip(*captions, strict=True)
         std_BCHW = None if stds[0] is None else _stack(stds)
-        return ImageBatch(_stack(means), std_BCHW, _stack(texts), _stack(pooled), torch.tensor(numbers))
+        return ImageBatch(
+            _stack(means), std_BCHW, _stack(texts), _stack(pooled), torch.tensor(numbers)
+        )
 
     def _sample(self, number: int) -> tuple[Picture, CaptionEmbeddings]:
         picture, caption = self._samples.sample(number)
@@ -239,7 +248,9 @@ def read_manifest(folder: Path) -> LatentManifest:
             raise ValueError(f"{others[0]!r} is no name of a file in it")
         manifest: LatentManifest = from_dict(LatentManifest, {**plain, "files": []})
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+        raise DataError(
+            f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}"
+        ) from None
     return dataclasses.replace(manifest, files=files)
 
 
@@ -257,7 +268,9 @@ def check_files(folder: Path, manifest: LatentManifest) -> None:
             problem = f"does not have the checksum in {MANIFEST}"
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
-        raise DataError(f"{path}: {problem}; would work: remove it and {MANIFEST}, then harness encode again")
+        raise DataError(
+            f"{path}: {problem}; would work: remove it and {MANIFEST}, then harness encode again"
+        )
 
 
 class LatentSamples:
@@ -276,7 +289,9 @@ class LatentSamples:
         self._ends = list(accumulate(file.count for file in self._files))
         if not self._ends:
             works = "; would work: harness encode with data.validation_fraction=0.01"
-            raise DataError(f"{folder}: has no {split} pictures{works if split == 'validation' else ''}")
+            raise DataError(
+                f"{folder}: has no {split} pictures{works if split == 'validation' else ''}"
+            )
         self.num_per_epoch: int | None = self._ends[-1]
         self._order = EpochOrder(self._ends[-1], seed, shuffle=shuffle)
         self._opened: dict[str, Any] = {}
@@ -324,7 +339,9 @@ class LatentSamples:
         found = path.stat().st_size if path.exists() else None
         if found != file.nbytes:
             has = "is missing" if found is None else f"has {found} bytes instead of {file.nbytes}"
-            raise DataError(f"{path} {has}; would work: remove {MANIFEST}, then harness encode again")
+            raise DataError(
+                f"{path} {has}; would work: remove {MANIFEST}, then harness encode again"
+            )
 
 
 class SyntheticPictures:
@@ -375,7 +392,11 @@ def build_loader(
         return EncodedLoader(latents, rows, sizes, dropout)
     pictures = RawSamples(
         open_pictures(
-            job.data, split, seed=job.training.seed, wait_for_all=wait_for_all, is_builder=is_builder
+            job.data,
+            split,
+            seed=job.training.seed,
+            wait_for_all=wait_for_all,
+            is_builder=is_builder,
         ),
         seed=job.training.seed,
         shuffle=shuffle,

@@ -94,7 +94,10 @@ def draw(caption: Caption, size: int, random: np.random.RandomState) -> np.ndarr
         radius = random.uniform(0.17, 0.21)
         across = np.abs(along[::-1])
         centers = [
-            0.5 + side * 0.24 * along + across * random.uniform(-0.2, 0.2) + random.uniform(-0.02, 0.02, 2)
+            0.5
+            + side * 0.24 * along
+            + across * random.uniform(-0.2, 0.2)
+            + random.uniform(-0.02, 0.02, 2)
             for side in (1, -1)
         ]
     for (color, shape), (center_x, center_y) in zip(caption.objects, centers, strict=True):

@@ -22,13 +22,27 @@ import numpy as np
 from harness.config.data import DataConfig
 from harness.contrib.flux.pictures.config import ImagesConfig, pictures_of
 from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.data.documents import describe, file_stats, find_files, folder_hint, list_names, open_dataset
+from harness.data.documents import (
+    describe,
+    file_stats,
+    find_files,
+    folder_hint,
+    list_names,
+    open_dataset,
+)
 from harness.data.samples import EpochOrder, random_stream
 from harness.data.tokenizing import is_held_out
 from harness.util.encoding import parse_object
 from harness.util.errors import DataError
 from harness.util.files import write_atomically
-from harness.util.store import NO_FILE, Damaged, check_files, describe_files, only_builder, remove_folder
+from harness.util.store import (
+    NO_FILE,
+    Damaged,
+    check_files,
+    describe_files,
+    only_builder,
+    remove_folder,
+)
 
 # Random access to the pictures of webdataset's tar files: a table of the places of their members.
 #
@@ -105,7 +119,9 @@ def open_tar_index(
             try:
                 _check(folder)
             except Damaged as error:
-                sys.stderr.write(f"WARNING picture table {folder} is damaged and is rebuilt: {error}\n")
+                sys.stderr.write(
+                    f"WARNING picture table {folder} is damaged and is rebuilt: {error}\n"
+                )
                 remove_folder(folder)
         with only_builder(folder, (folder / META).exists) as building:
             if building is not None:
@@ -136,7 +152,9 @@ def _build(folder: Path, files: Sequence[Path]) -> None:
     content = io.BytesIO()
     np.save(content, np.concatenate([np.zeros((0, 7), np.int64), *rows]))
     write_atomically(folder / TABLE, content.getvalue())
-    write_atomically(folder / META, json.dumps({"files": describe_files(folder, (TABLE,))}).encode())
+    write_atomically(
+        folder / META, json.dumps({"files": describe_files(folder, (TABLE,))}).encode()
+    )
 
 
 def _members(file: Path) -> np.ndarray:
@@ -146,7 +164,9 @@ def _members(file: Path) -> np.ndarray:
             return np.array(list(_places(opened)), dtype=np.int64).reshape(-1, 6)
     # tarfile believes the numbers in headers.
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise DataError(f"{file}: not a readable tar file without compression ({describe(error)})") from error
+        raise DataError(
+            f"{file}: not a readable tar file without compression ({describe(error)})"
+        ) from error
 
 
 def _places(opened: tarfile.TarFile) -> Iterator[list[int]]:
@@ -202,7 +222,9 @@ class RawSamples:
         """Return the picture, uint8 of shape (size, size, 3), and the caption of a sample."""
         first = self.index(number)
         for offset in range(MOST_SKIPPED if self._skips else 1):
-            index = first + offset if self._source.num is None else (first + offset) % self._source.num
+            index = (
+                first + offset if self._source.num is None else (first + offset) % self._source.num
+            )
             try:
                 return self._source.read(index, number)
             except UnreadablePicture as error:
@@ -262,7 +284,9 @@ class Part:
         self._kept: np.ndarray | None = None
         if held_out:
             wanted = split == "validation"
-            self._kept = np.array([i for i in range(count) if is_held_out(i, held_out) == wanted], np.int64)
+            self._kept = np.array(
+                [i for i in range(count) if is_held_out(i, held_out) == wanted], np.int64
+            )
             count = len(self._kept)
         self.num: int | None = count
         if not count:
@@ -325,7 +349,9 @@ def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
         MemoryError,
         Image.DecompressionBombError,
     ) as error:
-        raise UnreadablePicture(f"{where}: is no picture that can be decoded ({describe(error)})") from error
+        raise UnreadablePicture(
+            f"{where}: is no picture that can be decoded ({describe(error)})"
+        ) from error
 
 
 def _cropped(picture: Any, width: int, height: int, place: float) -> Any:
@@ -352,7 +378,12 @@ class _FilePictures:
     """Pictures in folders and in tar files, in the order of the sorted paths."""
 
     def __init__(
-        self, data: DataConfig, field: str, wait_for_all: Callable[[], None] | None, *, is_builder: bool
+        self,
+        data: DataConfig,
+        field: str,
+        wait_for_all: Callable[[], None] | None,
+        *,
+        is_builder: bool,
     ) -> None:
         patterns: list[str] = getattr(data, field)
         options = pictures_of(data)
@@ -363,7 +394,9 @@ class _FilePictures:
         if options.format == "webdataset" or (options.format == "auto" and tars):
             if len(tars) < len(found):
                 other = next(file for file in found if file.suffix != ".tar")
-                raise DataError(f"{self.name}: {other} is no .tar file; would work: other data.paths")
+                raise DataError(
+                    f"{self.name}: {other} is no .tar file; would work: other data.paths"
+                )
             self._tars: TarIndex | None = open_tar_index(
                 tars, data.cache_dir, wait_for_all, is_builder=is_builder
             )
@@ -444,7 +477,9 @@ class _HubPictures:
             picture = picture.get("bytes") or (Path(path).read_bytes() if path else None)
         if not isinstance(picture, bytes):
             kind = type(picture).__name__
-            raise DataError(f"{where}: column {self._images.image_field!r} holds {kind}, not a picture")
+            raise DataError(
+                f"{where}: column {self._images.image_field!r} holds {kind}, not a picture"
+            )
         return picture, caption_of(row, self._images.caption_field, where), where
 
     def identity(self) -> Any:
