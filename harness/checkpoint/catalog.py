@@ -3,8 +3,8 @@
     step-500/ step-1000/ ...    each with .metadata, __<rank>_0.distcp (DCP), and manifest.json, written last
     superseded/<n>/step-<n>/    checkpoints moved aside, e.g. later ones when load_step goes back
 
-A checkpoint is complete when its manifest is valid and every file listed there has the listed size. File
-contents are compared with checksums when they are read (harness/checkpoint/storage.py).
+A checkpoint is complete when its manifest is valid and every file listed there has the listed size.
+File contents are compared with checksums when they are read (harness/checkpoint/storage.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from harness.util.files import LockedError, lock
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 FORMAT = 1
-# Key of a file's checksum in the manifest, and attribute of an entry's storage info in DCP's metadata, where
-# other readers ignore it.
+# Key of a file's checksum in the manifest, and attribute of an entry's storage info in DCP's
+# metadata, where other readers ignore it.
 CHECKSUM = "xxh3_128"
 
 
@@ -204,7 +204,8 @@ class CheckpointFolder:
     def purge(self, keep: int) -> None:
         """Remove complete checkpoints except the newest ``keep`` (0 keeps all), and unfinished older ones.
 
-        Always kept: the newest complete one, the newest that a run can resume from, and any being read.
+        Always kept: the newest complete one, the newest that a run can resume from, and any being
+        read.
         """
         complete = self.complete(None if keep else 1)[0]
         if not complete:

@@ -1,7 +1,7 @@
 """Read DCP's ``.metadata`` without running code that it names.
 
-torch reads the file with ``pickle.load``, which imports and calls whatever the file names. Here the pickle
-can only create the records below. torch's objects are built from them, one field at a time.
+torch reads the file with ``pickle.load``, which imports and calls whatever the file names. Here the
+pickle can only create the records below. torch's objects are built from them, one field at a time.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     optimizer.state.<parameter>.<key>   tensors and numbers of that parameter (exp_avg, exp_avg_sq, step)
     optimizer.group.<parameter>.<key>   numbers that the optimizer keeps in the group of that parameter
 
-torch's optimizers count steps for each parameter. Others count them in their parameter groups, or estimate a
-rate there. Groups differ between pipeline stages, so their numbers are saved for each parameter.
+torch's optimizers count steps for each parameter. Others count them in their parameter groups, or
+estimate a rate there. Groups differ between pipeline stages, so their numbers are saved for each
+parameter.
 
-Settings that come from the job (learning rates, betas, weight decay) are not state. What an optimizer keeps
-and nothing here names would be lost in a resume, so ``require_owned`` refuses it.
+Settings that come from the job (learning rates, betas, weight decay) are not state. What an
+optimizer keeps and nothing here names would be lost in a resume, so ``require_owned`` refuses it.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ def tensors_to_load(engine: Trained, dtypes: Mapping[str, torch.dtype]) -> dict[
 
     Args:
         engine: its optimizer has been allocated.
-        dtypes: dtypes in the checkpoint, by name. A group of a new optimizer may lack numbers that it has
-            after some steps, so the checkpoint says which there are.
+        dtypes: dtypes in the checkpoint, by name. A group of a new optimizer may lack numbers that
+            it has after some steps, so the checkpoint says which there are.
 
     Raises:
-        UserError: the checkpoint lacks a number of the groups, so the optimizer would not go on as it was.
+        UserError: the checkpoint lacks a number of the groups, so the optimizer would not go on as
+            it was.
     """
     group_of = _groups(engine)
     wanted = {}
@@ -107,8 +109,8 @@ def _groups(engine: Trained) -> dict[Tensor, dict[str, Any]]:
 def allocate_optimizer_state(engine: Trained) -> None:
     """Make the optimizer create its state tensors, if it has none, so that they can be loaded.
 
-    Optimizers create them in ``step``; a step with learning rate 0 and zero gradients changes no weight. What
-    it counts is replaced by the numbers that are loaded.
+    Optimizers create them in ``step``; a step with learning rate 0 and zero gradients changes no
+    weight. What it counts is replaced by the numbers that are loaded.
     """
     optimizer = engine.optimizer
     if optimizer.state:
@@ -139,7 +141,8 @@ def require_owned(engine: Trained) -> None:
     """Refuse what the optimizer keeps and a checkpoint would lose, or the plan does not count.
 
     Raises:
-        UserError: a tensor that ``Kind.state`` does not name, or something in a group that is not a number.
+        UserError: a tensor that ``Kind.state`` does not name, or something in a group that is not a
+            number.
     """
     for group in engine.optimizer.param_groups:
         kind = group["kind"]

@@ -75,7 +75,8 @@ def find_start(job: Job, run_dir: Path) -> Start:
         for path in _continued(run_dir):
             candidates += CheckpointFolder(path).complete(FALLBACKS)[0]
         candidates.sort(key=lambda each: each.step, reverse=True)
-    # A run cannot resume from weights alone. This job's own final weights mean that it has completed.
+    # A run cannot resume from weights alone. This job's own final weights mean that it has
+    # completed.
     candidates = [
         each
         for each in candidates
@@ -133,8 +134,8 @@ def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
 def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     """A note on a run of the same name that the user may have meant to resume.
 
-    A changed numerics field makes a new run, which starts at step 0; users may not expect that. Noted is the
-    last run if it stopped early, or a run that differs in training.steps only.
+    A changed numerics field makes a new run, which starts at step 0; users may not expect that.
+    Noted is the last run if it stopped early, or a run that differs in training.steps only.
     """
     stopped = [
         path
@@ -229,7 +230,8 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
 def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
     """Names of the numerics fields, except allow_changed, in which a job differs from a checkpoint's job.
 
-    With the same learning-rate curve, training.steps only says when the run ends, and does not count.
+    With the same learning-rate curve, training.steps only says when the run ends, and does not
+    count.
     """
     saved = _saved(checkpoint)
     own = _numerics(job)

@@ -148,8 +148,8 @@ class Saver:
     def save(self, step: int, train_state: dict[str, Any], *, final: bool = False) -> None:
         """Write the checkpoint of a step that was completed, or start to write it in the background.
 
-        A ``final`` save, after which the run ends, is written before returning. SaveFailed is raised on all
-        ranks if a final save fails, or more than max_failed_saves in a row.
+        A ``final`` save, after which the run ends, is written before returning. SaveFailed is
+        raised on all ranks if a final save fails, or more than max_failed_saves in a row.
         """
         started = time.perf_counter()
         # Try the final save even if the one before failed: there may be space again.
@@ -209,7 +209,8 @@ class Saver:
             # The copy runs in a stream of its own, which does not wait for the update.
             torch.cuda.synchronize(self.engine.device)
         if self._stager is None:
-            # Copy in a thread during the next step's forward and backward, which do not change the state.
+            # Copy in a thread during the next step's forward and backward, which do not change the
+            # state.
             options = StagingOptions(
                 use_pinned_memory=self.config.async_mode == "async_with_pinned_mem",
                 use_shared_memory=False,

@@ -1,8 +1,8 @@
 """torch's DCP storage with checksums, computed during writing and verified during reading.
 
-Each entry's checksum is stored with its offset in DCP's own ``.metadata``, as an attribute that other readers
-ignore. Sizes and checksums of files are stored in ``manifest.json``, which is written last. The checksums are
-XXH3-128, so ``xxh128sum`` can check files by hand.
+Each entry's checksum is stored with its offset in DCP's own ``.metadata``, as an attribute that
+other readers ignore. Sizes and checksums of files are stored in ``manifest.json``, which is written
+last. The checksums are XXH3-128, so ``xxh128sum`` can check files by hand.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Writer(FileSystemWriter):
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
         remote = is_url(path)
-        # For a remote stream, sync_files would call os.sync, which flushes every disk of the machine.
+        # For a remote stream, sync_files would call os.sync, which flushes every disk of the
+        # machine.
         super().__init__(path, sync_files=not remote)
         self.fs: Any = _HashingRemote() if remote else _HashingLocal()
         self.path = self.fs.init_path(path)
@@ -201,7 +202,8 @@ class Writer(FileSystemWriter):
             files[result.storage_data.relative_path] = facts
         own = self.fs.digests[METADATA]
         files[METADATA] = {"size": own.size, CHECKSUM: own.checksum}
-        # Check that all files are visible here: ranks of other nodes may have written to another disk.
+        # Check that all files are visible here: ranks of other nodes may have written to another
+        # disk.
         check_files(str(self.path), files)
         write_last(self.fs, self.path, MANIFEST, encode_manifest({**self.manifest, "files": files}))
 
@@ -246,7 +248,8 @@ _BLOCK = 1 << 18
 class Entry(io.RawIOBase):
     """File-like view of one entry that computes its checksum while it is read.
 
-    ``place`` is DCP's storage info of the entry (file, offset, length), with its checksum if there is one.
+    ``place`` is DCP's storage info of the entry (file, offset, length), with its checksum if there
+    is one.
     """
 
     def __init__(self, file: Any, place: Any) -> None:
@@ -355,7 +358,8 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the planned items, entry by entry in file order.
 
-        Unlike DCP's own method it reads each entry once, for all items that need it, and verifies it.
+        Unlike DCP's own method it reads each entry once, for all items that need it, and verifies
+        it.
         """
         wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
         for item in plan.items:

@@ -1,8 +1,8 @@
 """Compose a typed, validated job from command-line overrides, and the points of ``-m``.
 
-Overrides are checked against the dataclasses before Hydra is imported, so that every typo gets the same
-one-line error. Hydra says which files a job is made of; they and the values on the command line are merged
-as plain dictionaries. No code that runs a job imports Hydra or OmegaConf.
+Overrides are checked against the dataclasses before Hydra is imported, so that every typo gets the
+same one-line error. Hydra says which files a job is made of; they and the values on the command
+line are merged as plain dictionaries. No code that runs a job imports Hydra or OmegaConf.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from harness.train.process import launched_ranks
 from harness.util.errors import ConfigError, UserError, as_typed
 
 POINTS = "points"
-"""Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
+"""Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as
+overrides."""
 WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
 """Fields with weights that are used: ``model=from_config`` is the model that they record."""
 
@@ -241,8 +242,9 @@ class Composer:
     def _idle(self, job: Any, overrides: list[Override]) -> dict[str, UserError]:
         """Errors of a job's values that have no effect, by the override or file that gives each.
 
-        A group's option may have them: it is made for many jobs. So may an experiment, if an override
-        turns the switch off, or for options of a layout, which points of its sweep can use.
+        A group's option may have them: it is made for many jobs. So may an experiment, if an
+        override turns the switch off, or for options of a layout, which points of its sweep can
+        use.
         """
         idle: dict[str, UserError] = {}
         for role, switch, error in without_effect(job):
@@ -401,7 +403,8 @@ def option_values(group: str) -> dict[str, dict[str, Any]]:
 
 
 SETTINGS = "sweep."
-"""Prefix of the settings of a sweep whose points are chosen by their results, such as ``sweep.n_trials``."""
+"""Prefix of the settings of a sweep whose points are chosen by their results, such as
+``sweep.n_trials``."""
 
 
 def chooses_points(

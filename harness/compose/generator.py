@@ -24,9 +24,10 @@ class Request:
         overrides: those that composed it.
         found: the weights.
         prompts: texts; with generate.chat also conversations.
-        run: ``run(job, "module:function", *arguments)`` calls ``function(job, device, load, *arguments)`` on
-            all ranks, and returns the first one's result; None if this process is not to print. ``load(job)``
-            returns the job's model with its weights (``harness.tools.inference.model.InferenceModel``).
+        run: ``run(job, "module:function", *arguments)`` calls ``function(job, device, load,
+            *arguments)`` on all ranks, and returns the first one's result; None if this process is
+            not to print. ``load(job)`` returns the job's model with its weights
+            (``harness.tools.inference.model.InferenceModel``).
     """
 
     job: Any

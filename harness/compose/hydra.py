@@ -1,7 +1,8 @@
 """Hydra's part of composition: its search path, its grammar, and the files of a job in their order.
 
-``hydra.compose`` merges files as nodes of OmegaConf, which takes twenty times as long as plain dictionaries.
-So this module uses parts of Hydra 1.3 that are private: ``create_defaults_list`` and the repository of files.
+``hydra.compose`` merges files as nodes of OmegaConf, which takes twenty times as long as plain
+dictionaries. So this module uses parts of Hydra 1.3 that are private: ``create_defaults_list`` and
+the repository of files.
 """
 
 from __future__ import annotations
@@ -293,14 +294,15 @@ def search_path(
 ) -> Iterator[list[str]]:
     """Use the user's folders; yield the overrides, with the search path first.
 
-    The order is Hydra's: ``conf/``, the folders of ``--config-dir``, then the typed search path or, without
-    one, that of the primary config. Without any of these, the folders in use stay.
+    The order is Hydra's: ``conf/``, the folders of ``--config-dir``, then the typed search path or,
+    without one, that of the primary config. Without any of these, the folders in use stay.
 
     Args:
         overrides: as typed.
         primary: name of the primary config.
         folders: values of ``--config-dir``.
-        primaries: primary configs to compose instead of a verb's own, by name; None keeps those in use.
+        primaries: primary configs to compose instead of a verb's own, by name; None keeps those in
+            use.
     """
     now = config_folders()
     names = now.primaries if primaries is None else primaries

@@ -19,11 +19,13 @@ _OVERRIDE = re.compile(
 )
 _NAMES_OF_NUMBERS = re.compile(r"\s*(nan|inf)\s*", re.IGNORECASE)
 QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
-# A quoted text, or an unquoted element of a list, mapping or sweep with characters that are not ASCII.
+# A quoted text, or an unquoted element of a list, mapping or sweep with characters that are not
+# ASCII.
 _NON_ASCII = re.compile(
     QUOTED + r"|(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])"
 )
-# A number or switch that Hydra would write in another way: 12.10 as 12.1, true as True. Not integers.
+# A number or switch that Hydra would write in another way: 12.10 as 12.1, true as True. Not
+# integers.
 _NUMBER_ALONE = (
     r"\s*(?!(?:0|-?[1-9]\d*)\s*(?:$|[,\])}]))"
     r"(?P<number>[+-]?(?:[\d.][\w.+-]*|(?i:true|false|nan|inf)))"
@@ -66,8 +68,9 @@ class Override:
     def for_hydra(self, schema: type) -> str:
         """Return the override with the quotes that Hydra's grammar needs.
 
-        They are around options that look like numbers (debug=nan), around numbers in fields of texts, around
-        characters that are not ASCII, and around the complete value of a ``verbatim`` field.
+        They are around options that look like numbers (debug=nan), around numbers in fields of
+        texts, around characters that are not ASCII, and around the complete value of a ``verbatim``
+        field.
         """
         value = self.value
         if value is None:

@@ -144,7 +144,8 @@ def _check_parts(job: Job) -> None:
 
 
 FLEX_HEAD = 16
-"""torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
+"""torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least
+16"."""
 
 
 def check_tokenizer(job: Job) -> None:

@@ -69,7 +69,8 @@ def _sized(scale: ScaleConfig, model: ModelConfig, seq_len: int) -> ModelConfig:
         return resized(model, parse_count("scale.parameters", scale.parameters), scale.counted)
     if scale.flops is None or scale.tokens_per_parameter is None:
         return model
-    # C = N (C per token and N) (tokens per N) N, where the factor in the middle hardly depends on N.
+    # C = N (C per token and N) (tokens per N) N, where the factor in the middle hardly depends on
+    # N.
     made = model
     for _ in range(ROUNDS):
         per_parameter = account(made, seq_len).flops_per_token_full / count(made, scale.counted)
@@ -112,7 +113,8 @@ WIDTH_MULTIPLE = 16
 """Scaled hidden widths are multiples of it, as float8 products need (docs/howto/precision.md)."""
 CLOSE = 1.1
 FAR = 1.5
-"""Models within a factor CLOSE of the wanted size are chosen by their proportions; none is off by FAR."""
+"""Models within a factor CLOSE of the wanted size are chosen by their proportions; none is off by
+FAR."""
 LARGEST = 10**14
 """Most parameters of a resized model; the search takes longer for larger ones."""
 WIDTHS = 256
@@ -126,8 +128,8 @@ def count(model: ModelConfig, counted: str) -> int:
 
     Args:
         model: a resolved model.
-        counted: ``non_embedding``: all but the tables of vocabulary, as in arXiv:2001.08361; ``all``, as in
-            arXiv:2203.15556; ``active``: those of non_embedding that one token uses.
+        counted: ``non_embedding``: all but the tables of vocabulary, as in arXiv:2001.08361;
+            ``all``, as in arXiv:2203.15556; ``active``: those of non_embedding that one token uses.
     """
     # Blocks of a kind are equal, so one of each is counted.
     one = replace(model, n_layers=1)
@@ -151,10 +153,10 @@ def _size(specs: Iterable[TensorSpec], counted: str) -> int:
 def resized(model: ModelConfig, parameters: int, counted: str) -> ModelConfig:
     """Return a model of the same family with about this many parameters.
 
-    Heads keep their width, and query heads per key head stay. All other widths grow with the number of heads,
-    and depth grows with width, because the loss depends weakly on the ratio of the two (arXiv:2001.08361,
-    section 3). Among the models within 10 % of the wanted size the one whose dim / n_layers is closest to
-    the model's own is chosen; if there is none, the closest in size.
+    Heads keep their width, and query heads per key head stay. All other widths grow with the number
+    of heads, and depth grows with width, because the loss depends weakly on the ratio of the two
+    (arXiv:2001.08361, section 3). Among the models within 10 % of the wanted size the one whose dim
+    / n_layers is closest to the model's own is chosen; if there is none, the closest in size.
     """
     if parameters > LARGEST:
         raise ConfigError("scale.parameters", f"{parameters:,}", "must be at most 100T", "100T")
@@ -180,7 +182,8 @@ def _candidates(
     """Yield, for every width, the models whose depths are closest to the wanted size, with their sizes."""
     period = _period(model)
     step = _heads_per_key(model)
-    # At equal proportions the size grows with the third power of the width; with large tables, more slowly.
+    # At equal proportions the size grows with the third power of the width; with large tables, more
+    # slowly.
     most = 2 * model.n_heads * (parameters / count(model, counted)) ** (1 / 3) + step
     for heads in range(step, int(most) + 1, step * math.ceil(most / step / WIDTHS)):
         shallow = _shaped(model, heads, period)

@@ -92,8 +92,8 @@ class Output(io.FileIO):
 def _use_utf8() -> None:
     """Restart this process in Python's UTF-8 mode if the locale has another encoding.
 
-    Otherwise file names, output and arguments would be limited to that encoding. Child processes inherit the
-    mode.
+    Otherwise file names, output and arguments would be limited to that encoding. Child processes
+    inherit the mode.
     """
     if sys.getfilesystemencoding() == "utf-8" or not sys.executable:
         return
@@ -145,15 +145,15 @@ class Verb:
 
     Attributes:
         name: its name; a verb with a job composes ``conf/NAME.yaml``.
-        run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb takes a job,
-            and ``arguments`` by name. Returns the exit code or a ``Result``.
+        run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb
+            takes a job, and ``arguments`` by name. Returns the exit code or a ``Result``.
         help: what it does, and its commands, for ``--help`` and the reference; of a part one line.
         job: dataclass of the job that overrides compose; None for a verb that takes no job.
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
         sweep: function of ``-m``; gets all points and returns what ``run`` does.
-        study: function of ``-m`` with points chosen by their results (``sweep=optuna``); gets the overrides
-            and the name of the primary config.
+        study: function of ``-m`` with points chosen by their results (``sweep=optuna``); gets the
+            overrides and the name of the primary config.
         parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
         prepare: called first in a process of its own, such as to handle signals.
         is_alone: whether it starts its processes itself, so that torchrun cannot start it.
@@ -321,7 +321,8 @@ def reported(error: Exception | KeyboardInterrupt) -> int:
         traceback.print_exc()
         return EXIT_BUG
     if os.environ.get("RANK", "0").lstrip("0").isdecimal():
-        # All ranks under torchrun have the same error, and the first to exit ends all: let rank 0 report it.
+        # All ranks under torchrun have the same error, and the first to exit ends all: let rank 0
+        # report it.
         time.sleep(RANK_ZERO_SECONDS)
     if error.exit_code == EXIT_BUG or os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exc()

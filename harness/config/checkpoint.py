@@ -28,18 +28,20 @@ class CheckpointConfig:
     """Folder of the checkpoints ``step-<n>``: relative to the run folder, or an absolute path or fsspec URL
     (``s3://bucket/run``), which jobs of different layouts can share."""
     interval: int = saving_label(500, least=1, works="500, or checkpoint=disabled")
-    """Optimizer steps between checkpoints. One more is written after the last step and on a stop."""
+    """Optimizer steps between checkpoints. One more is written after the last step and on a
+    stop."""
     async_mode: str = saving_label("disabled", choices=ASYNC_MODES)
     """``disabled`` writes while training waits. ``async`` copies the state to host memory during the next
-    step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem`` copies to
-    pinned memory (needs a GPU)."""
+    step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem``
+    copies to pinned memory (needs a GPU)."""
     keep_latest_k: int = saving_label(10, least=0)
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
     resume: bool = label(True)
     """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
     and moves existing checkpoints to ``superseded/``."""
     load_step: int = saving_label(-1, least=0, also=-1)
-    """Step of the checkpoint to resume from; -1 is the newest. Later ones are moved to ``superseded/``."""
+    """Step of the checkpoint to resume from; -1 is the newest. Later ones are moved to
+    ``superseded/``."""
     initial_load_path: str | None = numerics(None)
     """Initial values of a run without checkpoints of its own: a checkpoint (``.../step-<n>``), a run folder,
     or a Hugging Face folder."""
@@ -58,7 +60,8 @@ class CheckpointConfig:
     export_dtype: str = label("float32", choices=EXPORT_DTYPES, needs=(ENABLE, WEIGHTS_ONLY))
     """Format of the weights in a model-only last checkpoint: float32, bfloat16 or float16."""
     last_save_in_hf: bool = label(False, needs=(ENABLE, WEIGHTS_ONLY))
-    """Write the model-only last checkpoint as Hugging Face safetensors, with config.json and tokenizer."""
+    """Write the model-only last checkpoint as Hugging Face safetensors, with config.json and
+    tokenizer."""
     create_seed_checkpoint: bool = label(False)
     """Write the initial state as ``step-0`` and stop."""
     enable_first_step_checkpoint: bool = saving_label(False)

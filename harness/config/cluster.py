@@ -24,8 +24,8 @@ class ClusterKind:
     """A way to start the ranks of a job.
 
     Attributes:
-        start: ``module:function`` that is called with a job, its ``RunFolder`` and its overrides, starts the
-            job, and returns the exit code.
+        start: ``module:function`` that is called with a job, its ``RunFolder`` and its overrides,
+            starts the job, and returns the exit code.
         is_here: whether the ranks run on this machine and use its GPUs; else on nodes of
             ``cluster.ranks_per_node`` ranks.
         options: dataclass of ``cluster.options``; None: there are none.
@@ -67,7 +67,8 @@ class NodesConfig:
     nodes: int | None = label(None, least=1)
     """Number of nodes, each full; null means as many as the ranks need."""
     ranks_per_node: int | None = label(None, least=1)
-    """Ranks per node, one per GPU if the node has any; null (local only): as many as the layout needs."""
+    """Ranks per node, one per GPU if the node has any; null (local only): as many as the layout
+    needs."""
     device: str = execution("auto", choices=DEVICES)
     """Device of every rank: cpu, cuda, or auto (cuda on nodes with GPUs)."""
     accelerator: str | None = label(None)
@@ -86,7 +87,8 @@ class NetworkConfig:
     network_adapters: int | None = label(None, least=1, needs=NETWORK)
     """Network adapters of a node, which its ranks share evenly; null means one for each."""
     link_nodes: int = label(1, least=1)
-    """Neighbouring nodes whose accelerators are joined like those of one node: 18 in a GB200 NVL72."""
+    """Neighbouring nodes whose accelerators are joined like those of one node: 18 in a GB200
+    NVL72."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class RanksConfig:
     threads_per_rank: int | None = label(None, least=1)
     """CPU threads per rank (OMP_NUM_THREADS); null divides the cores evenly among ranks."""
     start_timeout_seconds: int = label(1800, least=1)
-    """Timeout of collectives until this process has finished its first step (compile, communicators)."""
+    """Timeout of collectives until this process has finished its first step (compile,
+    communicators)."""
     step_timeout_seconds: int = label(600, least=1)
     """Timeout of collectives after the first step."""
 

@@ -51,23 +51,23 @@ class DataConfig:
 
     kind: str = numerics("local", choices=DATA_KINDS)
     """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `chat`
-    (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture` (several of
-    these). Packages can add others."""
+    (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture`
+    (several of these). Packages can add others."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a kind that another package has added."""
     paths: list[str] = numerics(factory=list)
     """local, chat: globs of the training files, relative to the working directory. `**` matches any
-    depth; `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also
-    folders and prefixes (PREFIX.bin with PREFIX.idx)."""
+    depth; `{stdlib}` stands for the folder of the running interpreter's standard library. tokens:
+    also folders and prefixes (PREFIX.bin with PREFIX.idx)."""
     exclude: list[str] = numerics(factory=list)
     """local, chat: globs of files to leave out, written like `paths`; one with a leading `**/`
     matches anywhere."""
     format: str = numerics("auto", choices=FORMATS)
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
-    and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
-    .bz2, .xz, .zst. chat: the same without `text`.
-    tokens: `corpus` (a folder of harness tokenize), the name of another software's format (listed in
-    docs/howto/data.md), or `auto` (by name and first bytes)."""
+    and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be
+    compressed: .gz, .bz2, .xz, .zst. chat: the same without `text`. tokens: `corpus` (a folder of
+    harness tokenize), the name of another software's format (listed in docs/howto/data.md), or
+    `auto` (by name and first bytes)."""
     encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
     """local, chat: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
     `replace` substitutes U+FFFD for each wrong byte. result.json has the number of such documents."""
@@ -80,8 +80,8 @@ class DataConfig:
     65,536 tokens, else uint32."""
     boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
     """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with
-    it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`: the files'
-    index; without one `bos` or `eos`, as the format has it."""
+    it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`:
+    the files' index; without one `bos` or `eos`, as the format has it."""
     validation_paths: list[str] = numerics(factory=list)
     """local, tokens, chat: globs of the validation files, written like `paths`."""
     validation_fraction: float = numerics(0.0, least=0, below=1)
@@ -107,7 +107,8 @@ class DataConfig:
     """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
     mask_fraction: float = numerics(0.0, least=0, most=0.5)
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
-    and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
+    and twice this, so samples have different numbers of valid labels; at least one label stays
+    valid."""
     messages_field: str = numerics("messages", nonempty=True, id_omits_default=True)
     """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and `content`, or
     ShareGPT's `from` and `value`. Tools are in the field `tools`."""
@@ -119,7 +120,8 @@ class DataConfig:
     chat_date: str | None = numerics(None, id_omits_default=True)
     """chat: today's date for templates that write it into the system prompt, such as 2026-01-31."""
     train_on: str = numerics("all", choices=TRAIN_ON, id_omits_default=True)
-    """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each conversation."""
+    """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each
+    conversation."""
     long_conversations: str = numerics("drop", choices=LONG_CONVERSATIONS, id_omits_default=True)
     """chat: handling of conversations longer than `training.seq_len`: `drop` leaves them out, `cut` keeps
     their first tokens. The log has their number."""
@@ -142,7 +144,8 @@ class DataConfig:
     """Read the packed samples in a random order, a different one in every epoch. In a stream, shuffle the
     shards and `shuffle_buffer` documents at a time instead. Validation is never shuffled."""
     prefetch: int = execution(2, least=0)
-    """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
+    """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is
+    needed."""
     cache_dir: str = label("~/.cache/harness", written="folder")
     """Folder of the token caches; all ranks must see it."""
     tokenize_workers: int | None = label(None, least=1)
@@ -261,8 +264,8 @@ class TokenizerConfig:
     none: id of the token that begins documents."""
     eos: str | None = numerics(None, needs=NAMES)
     """huggingface: the token put after every document, likewise. In repositories of chat models it is the
-    token that ends a turn, which is seldom the one that ended documents in pretraining. none: id of the token
-    that ends documents."""
+    token that ends a turn, which is seldom the one that ended documents in pretraining. none: id of
+    the token that ends documents."""
 
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other; open no file."""

@@ -47,25 +47,27 @@ class DataKind:
     """A kind of data. Functions are written ``module:function``, and imported when they are used.
 
     Attributes:
-        source: returns the documents of a split, as a ``harness.data.documents.Source``, for a ``DataConfig``
-            and "train" or "validation". They are tokenized and held out (``data.validation_fraction``).
-            Empty: there are no documents, or the architecture's ``Objective`` reads the batches itself.
+        source: returns the documents of a split, as a ``harness.data.documents.Source``, for a
+            ``DataConfig`` and "train" or "validation". They are tokenized and held out
+            (``data.validation_fraction``). Empty: there are no documents, or the architecture's
+            ``Objective`` reads the batches itself.
         load: returns the loader of a ``harness.data.samples.Reading``; the default packs documents.
-        tokenizer: returns the tokenizer of its documents, for a ``DataConfig`` and the job's tokenizer;
-            empty: the job's.
+        tokenizer: returns the tokenizer of its documents, for a ``DataConfig`` and the job's
+            tokenizer; empty: the job's.
         batches: what its batches hold: ``tokens``, or what another architecture takes.
         options: dataclass of ``data.options``; None: there are none.
-        fields: fields of ``data`` that it reads and some other kind does not. With ``paths`` they are files
-            that must exist, with ``dataset`` a dataset of the hub.
+        fields: fields of ``data`` that it reads and some other kind does not. With ``paths`` they
+            are files that must exist, with ``dataset`` a dataset of the hub.
         formats: values of ``data.format``, if it reads files.
         example: of a path, for errors.
         holds_out: whether it has samples for validation without a field that says so.
         has_text: whether a sample is a part of texts.
         has_whole: whether samples hold whole conversations, which may not be cut.
         has_vocabulary: whether its ids are those of the job's tokenizer.
-        check: raises ConfigError for a ``DataConfig`` with resolved options whose fields contradict each
-            other; it opens no file.
-        folders: returns the folders which the options of a ``DataConfig`` name, by option; null for none.
+        check: raises ConfigError for a ``DataConfig`` with resolved options whose fields contradict
+            each other; it opens no file.
+        folders: returns the folders which the options of a ``DataConfig`` name, by option; null for
+            none.
     """
 
     source: str = ""
@@ -144,7 +146,8 @@ DATA_KINDS: Registry[DataKind] = Registry(
     "data", _BUILTINS, field="data.kind", expects="harness.config.data_kinds:DataKind"
 )
 OWNED = set().union(*(kind.fields for kind in _BUILTINS.values()))
-"""Fields that not all kinds read. For another kind a value would have no effect, so it is refused."""
+"""Fields that not all kinds read. For another kind a value would have no effect, so it is
+refused."""
 NEEDED = (("workers", "streaming"), ("shuffle_buffer", "streaming"), ("shuffle_buffer", "shuffle"))
 """Fields, and the switch without which each has no effect."""
 

@@ -52,7 +52,8 @@ _PEER_SIGNS = (
     "Application timeout caused pair closure",
     "failed to connect",
 )
-# Messages of torch, the C library, and SLURM (its memory limit, and the kernel's OOM killer in its cgroup).
+# Messages of torch, the C library, and SLURM (its memory limit, and the kernel's OOM killer in its
+# cgroup).
 _MEMORY_SIGNS = (
     "Cannot allocate memory",
     "can't allocate memory",
@@ -75,15 +76,17 @@ _NODE_SIGNS = (
     "Stale file handle",
 )
 _ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
-# Messages of NCCL's watchdog (OpType=ALLREDUCE) and gloo (waiting ... for recv operation to complete).
+# Messages of NCCL's watchdog (OpType=ALLREDUCE) and gloo (waiting ... for recv operation to
+# complete).
 _OPERATION = re.compile(r"OpType=(\w+)|for (\w+) operation to complete")
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
     """Return the fields of an error file for an exception: kind, type, message, where, exit code and more.
 
-    If an exception wraps another, or was raised while another was handled, the one in the chain whose kind is
-    closest to a cause is described. An error of the harness's own is always described itself.
+    If an exception wraps another, or was raised while another was handled, the one in the chain
+    whose kind is closest to a cause is described. An error of the harness's own is always described
+    itself.
     """
     raised = error
     if not isinstance(error, HarnessError):

@@ -1,7 +1,7 @@
 """Fields of the typed job: each declares its rule, and whether it changes the numbers that a run computes.
 
-A rule is a range or a list of choices. Rules between fields are code, in the ``validate`` of a dataclass.
-Three roles (law 2 of docs/architecture.md):
+A rule is a range or a list of choices. Rules between fields are code, in the ``validate`` of a
+dataclass. Three roles (law 2 of docs/architecture.md):
 
 * ``numerics``: another value is another experiment (learning rate, model, data order).
 * ``execution``: another value computes the same in another way (degrees of parallelism, prefetch).
@@ -98,13 +98,16 @@ class Rule(TypedDict, total=False):
     needs: Switch | tuple[Switch, ...]
     """Switches without which the field has no effect (``without_effect``)."""
     written: str
-    """The harness writes this path of the disk: a ``file``, a ``folder``, or a ``path`` of either kind."""
+    """The harness writes this path of the disk: a ``file``, a ``folder``, or a ``path`` of either
+    kind."""
     works: str
     """What would work, for the error, if the rule does not say it."""
     verbatim: bool
-    """A text that is as it is typed: signs of Hydra's grammar mean nothing in it. A verb's own field."""
+    """A text that is as it is typed: signs of Hydra's grammar mean nothing in it. A verb's own
+    field."""
     id_omits_default: bool
-    """For fields added since jobs were published: the default is not part of a job's id, which so stays."""
+    """For fields added since jobs were published: the default is not part of a job's id, which so
+    stays."""
 
 
 def _field(
@@ -350,7 +353,8 @@ def from_dict(
         unset: what stands for a value of any type that the caller will ask for.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
+        ConfigError: an unknown key, a value of the wrong type, or a missing field without a
+            default.
     """
     hints = type_hints(cls)
     inners = inner_classes(cls)
@@ -397,7 +401,8 @@ class Removed(NamedTuple):
 
     name: str
     after: str
-    """The leaf field that stood before it: an id depends on the order. Rows that share it stand together."""
+    """The leaf field that stood before it: an id depends on the order. Rows that share it stand
+    together."""
     role: str
     """Empty for a field whose default no id has covered."""
     value: Any

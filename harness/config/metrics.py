@@ -16,7 +16,8 @@ class MlflowOptions:
     """Options of the view ``mlflow``."""
 
     tracking_uri: str | None = label(None)
-    """Server or database, such as ``sqlite:///mlflow.db``; null: MLFLOW_TRACKING_URI, or MLflow's default."""
+    """Server or database, such as ``sqlite:///mlflow.db``; null: MLFLOW_TRACKING_URI, or MLflow's
+    default."""
     experiment: str | None = label(None)
     """MLflow experiment of the run; null: MLFLOW_EXPERIMENT_NAME, or else ``harness``."""
     tags: dict[str, str] = label(factory=dict)
@@ -28,7 +29,8 @@ class ViewKind:
     """A view of metrics.jsonl.
 
     Attributes:
-        view: ``module:class`` of a ``harness.metrics.views.View``, which is called with a ``ShownRun``.
+        view: ``module:class`` of a ``harness.metrics.views.View``, which is called with a
+            ``ShownRun``.
         options: dataclass of ``metrics.views.NAME``; None: there are none.
     """
 
@@ -66,7 +68,8 @@ class MetricsConfig:
     warmup_steps: int = label(3, least=0)
     """First steps of this process that throughput excludes: they compile, allocate and connect."""
     all_ranks: bool = label(False)
-    """Also write the own values of every rank (memory, times, loss) into ``metrics/rank<r>.jsonl``."""
+    """Also write the own values of every rank (memory, times, loss) into
+    ``metrics/rank<r>.jsonl``."""
     console: str = label("plain", choices=CONSOLES)
     """plain: a line for each row; none: nothing."""
     wandb: bool = label(False)
@@ -78,7 +81,8 @@ class MetricsConfig:
     wandb_group: str | None = label(None, needs=WANDB)
     """W&B group of this run, e.g. the name of a sweep; null: WANDB_RUN_GROUP."""
     wandb_mode: str | None = label(None, choices=WANDB_MODES, needs=WANDB)
-    """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over it."""
+    """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over
+    it."""
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
     views: dict[str, Any] = label(factory=dict)
@@ -120,7 +124,8 @@ class ProfilingConfig:
     enable: bool = label(False)
     """Write traces."""
     interval: int = tracing_label(100)
-    """Steps from one trace to the next; the first trace ends this many steps after the process starts."""
+    """Steps from one trace to the next; the first trace ends this many steps after the process
+    starts."""
     warmup: int = tracing_label(3, least=0)
     """Steps before each trace in which the profiler already runs but records nothing."""
     active: int = tracing_label(1, least=1)
@@ -132,9 +137,11 @@ class ProfilingConfig:
     ranks: list[int] = tracing_label(factory=lambda: [0])
     """Ranks that write traces."""
     phases: bool = label(False)
-    """Write the time of each phase of a step on each rank (``phases/``), and warn about slow ranks."""
+    """Write the time of each phase of a step on each rank (``phases/``), and warn about slow
+    ranks."""
     memory_snapshot: bool = tracing_label(False)
-    """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""
+    """Also write snapshots of GPU memory by source line: with each trace, and when memory runs
+    out."""
 
     def validate(self, steps: int, world_size: int) -> None:
         if not self.enable:

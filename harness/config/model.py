@@ -60,7 +60,8 @@ class AttentionConfig:
     """Self-attention; the defaults are Llama's."""
 
     kind: str = numerics("gqa", choices=KINDS)
-    """``gqa``: grouped queries (arXiv:2305.13245); ``mla``: multi-head latents (arXiv:2405.04434)."""
+    """``gqa``: grouped queries (arXiv:2305.13245); ``mla``: multi-head latents
+    (arXiv:2405.04434)."""
     qkv_bias: bool = numerics(False)
     """Whether the projections to queries, keys and values have biases."""
     output_bias: bool = numerics(False)
@@ -69,13 +70,15 @@ class AttentionConfig:
     """``none``; ``learned``: RMSNorm of each query and key head before rotation (Qwen 3); ``l2``: the same
     without weights and after rotation, in rotated layers only (Llama 4)."""
     sinks: bool = numerics(False)
-    """Whether each head has an attention sink, a score without a value (GPT-OSS; arXiv:2309.17453)."""
+    """Whether each head has an attention sink, a score without a value (GPT-OSS;
+    arXiv:2309.17453)."""
     window: int | None = numerics(None, least=1)
     """Positions that a local layer attends to, itself included; null: all."""
     chunk: int | None = numerics(None, least=1)
     """Length of the chunks within which a local layer attends; null: no chunks."""
     global_every_nth_layer: int | None = numerics(None, least=1)
-    """Every n-th layer (n - 1, 2n - 1, ...) attends globally; null: all layers use window or chunk."""
+    """Every n-th layer (n - 1, 2n - 1, ...) attends globally; null: all layers use window or
+    chunk."""
     nope_every_nth_layer: int | None = numerics(None, least=1)
     """Every n-th layer (n - 1, 2n - 1, ...) does not rotate (Llama 4's iRoPE); null: all do."""
     nope_temperature: float = numerics(0.0)
@@ -263,7 +266,8 @@ class MoEConfig:
     top_groups: int = numerics(1, least=1)
     """Number of groups that a token's experts are chosen from."""
     group_score: str = numerics("max", choices=GROUP_SCORES)
-    """Score of a group: that of its best expert (``max``), or the sum of its best two (``top2_sum``)."""
+    """Score of a group: that of its best expert (``max``), or the sum of its best two
+    (``top2_sum``)."""
     router_bias: bool = numerics(False)
     """Whether the router has biases (GPT-OSS)."""
     expert_bias: bool = numerics(False)
@@ -273,9 +277,11 @@ class MoEConfig:
     used for the choice only (arXiv:2408.15664). 0: no biases."""
     aux_loss_coeff: float = numerics(0.0, least=0)
     """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
-    of the global batch. It changes gradients and is not part of the logged loss. 0: no auxiliary loss."""
+    of the global batch. It changes gradients and is not part of the logged loss. 0: no auxiliary
+    loss."""
     force_balance: bool = numerics(False)
-    """Assign the positions of a sequence to experts in turn, regardless of scores: for benchmarks."""
+    """Assign the positions of a sequence to experts in turn, regardless of scores: for
+    benchmarks."""
 
     @property
     def enabled(self) -> bool:
@@ -322,8 +328,8 @@ DEPTHS = (0, 1)
 class MTPConfig:
     """Multi-token prediction as in DeepSeek V3 (arXiv:2412.19437, section 2.2).
 
-    One more block is trained to predict the token after the next one. The decoder's own output does not
-    change; the logged loss and validation's are the decoder's.
+    One more block is trained to predict the token after the next one. The decoder's own output does
+    not change; the logged loss and validation's are the decoder's.
     """
 
     depth: int = numerics(0, choices=DEPTHS)
@@ -450,7 +456,8 @@ class ModelConfig:
     ffn_hidden_dim: int = numerics("???", least=1)
     """Width of the dense feed-forward's hidden layer."""
     activation: str = numerics("swiglu", choices=ACTIVATIONS)
-    """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped`` (GPT-OSS)."""
+    """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped``
+    (GPT-OSS)."""
     block: str = numerics("pre_norm", choices=BLOCKS, id_omits_default=True)
     """Kind of the blocks; packages can add others."""
     block_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)

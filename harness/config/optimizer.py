@@ -20,12 +20,13 @@ class Kind:
 
     build: str
     """``module:function`` that returns the optimizer for an ``OptimizerConfig``, parameter groups with
-    ``params``, ``kind``, ``lr``, ``weight_decay``, ``betas`` and ``eps`` (if it has them), and the process
-    group of the ranks that hold shards of them (None for one rank). Options are a fourth argument."""
+    ``params``, ``kind``, ``lr``, ``weight_decay``, ``betas`` and ``eps`` (if it has them), and the
+    process group of the ranks that hold shards of them (None for one rank). Options are a fourth
+    argument."""
     state: tuple[str, ...]
     """Names of its state tensors that have the parameter's shape. Checkpoints have these, and the numbers
-    that it keeps for each parameter or in its parameter groups. Anything else ends a run after its first
-    update."""
+    that it keeps for each parameter or in its parameter groups. Anything else ends a run after its
+    first update."""
     counts_steps: bool = False
     """Whether the state also has a float32 scalar ``step`` for every tensor."""
     has_betas: bool = True
@@ -46,7 +47,8 @@ class Kind:
     """Dataclass of ``optimizer.options``; None: there are none."""
     mup: str | None = None
     """The learning rate of hidden matrices in muP, by the size of the updates: ``entries`` (every value
-    changes by about the learning rate), ``spectral`` (all singular values do); None: no rule is known."""
+    changes by about the learning rate), ``spectral`` (all singular values do); None: no rule is
+    known."""
 
 
 _ADAM = Kind(
@@ -87,7 +89,8 @@ KINDS: Registry[Kind] = Registry(
 def lr_scale(name: str) -> Callable[[float, float], float]:
     """Return the factor of the learning rate as a function of a matrix's outputs and inputs.
 
-    Sources: ``original``, github.com/KellerJordan/Muon; ``match_rms_adamw``, arXiv:2502.16982, section 2.2.
+    Sources: ``original``, github.com/KellerJordan/Muon; ``match_rms_adamw``, arXiv:2502.16982,
+        section 2.2.
     """
     scales: dict[str, Callable[[float, float], float]] = {
         "original": lambda outputs, inputs: math.sqrt(max(1.0, outputs / inputs)),
@@ -100,9 +103,10 @@ IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
 STATE_DTYPES = ("float32", "bfloat16")
 EIGHT_BIT = "8bit"
 BLOCK = 128
-"""Format of running means: 8-bit codes with a float32 scale for each block of so many values of a row."""
-# A mean m shrinks by (1 - beta) m per step. The change is rounded away if it is less than half a bfloat16
-# step, which is at most 2**-8 m.
+"""Format of running means: 8-bit codes with a float32 scale for each block of so many values of a
+row."""
+# A mean m shrinks by (1 - beta) m per step. The change is rounded away if it is less than half a
+# bfloat16 step, which is at most 2**-8 m.
 LARGEST_BFLOAT16_BETA = 0.99
 BETA_RULE = "a running mean in bfloat16 (eight bits) would lose its updates to rounding"
 NEWTON_SCHULZ_STEPS = 5
@@ -120,8 +124,8 @@ class Decay:
     """A shape of the learning rate's decay.
 
     Attributes:
-        shape: from the progress of the decay, 0 to 1, to the rate, 1 to 0; the second argument are the
-            options, if there are any.
+        shape: from the progress of the decay, 0 to 1, to the rate, 1 to 0; the second argument are
+            the options, if there are any.
         options: dataclass of schedule.options; None: it has none.
     """
 
@@ -168,7 +172,8 @@ class OptimizerConfig:
     """Added to the root of the second moment (AdamW, Adam)."""
     weight_decay: float = numerics(0.1, least=0)
     """Weight decay per step, multiplied by the learning rate; Adam: added to the gradient, as the gradient of
-    an L2 penalty. One-dimensional parameters (norm weights, biases) do not decay; a group can change that."""
+    an L2 penalty. One-dimensional parameters (norm weights, biases) do not decay; a group can
+    change that."""
     groups: list[dict[str, Any]] = numerics(factory=list, id_omits_default=True)
     """Settings of the tensors whose name matches a regular expression:
     [{match: 'layers\\..*\\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
@@ -181,8 +186,8 @@ class OptimizerConfig:
     null: precision.param_dtype."""
     lr_scale: str = muon_numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
     """Muon: factor of the learning rate for a matrix [outputs, inputs]. original:
-    sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which AdamW's
-    learning rate and weight decay apply (arXiv:2502.16982, section 2.2)."""
+    sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which
+    AdamW's learning rate and weight decay apply (arXiv:2502.16982, section 2.2)."""
     ema_decay: float = numerics(0.0, least=0, below=1, id_omits_default=True)
     """Decay per step of an exponential moving average of the weights, in float32; 0: none. It is saved with
     the optimizer's state. ``ema=true`` makes harness generate and harness evaluate use it, and
@@ -191,12 +196,12 @@ class OptimizerConfig:
     """Options of a kind that another package has added."""
     state_dtype: str | None = numerics(None, choices=(*STATE_DTYPES, EIGHT_BIT))
     """Format of the running means: float32, bfloat16, or, for AdamW and Adam, 8bit (arXiv:2110.02861), which
-    leaves vectors and rows that 128 does not divide in float32. Updates are computed in float32. null means
-    that of the parameters, precision.master_dtype."""
+    leaves vectors and rows that 128 does not divide in float32. Updates are computed in float32.
+    null means that of the parameters, precision.master_dtype."""
     implementation: str = execution("auto", choices=IMPLEMENTATIONS)
     """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
-    parameters need auto, which uses our own loop: torch does not update them in float32. With foreach and
-    for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
+    parameters need auto, which uses our own loop: torch does not update them in float32. With
+    foreach and for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
 
     def resolve(self, master_dtype: str, param_dtype: str) -> OptimizerConfig:
         iterations = self.newton_schulz_dtype
@@ -266,7 +271,8 @@ class ScheduleConfig:
     warmup_steps: int = numerics(200, least=0)
     """Steps of linear warm-up from 0 to optimizer.lr."""
     decay_ratio: float | None = numerics(None, least=0, most=1)
-    """Fraction of the curve, at the end, in which the rate decays; null: all steps after the warm-up."""
+    """Fraction of the curve, at the end, in which the rate decays; null: all steps after the
+    warm-up."""
     decay_type: str = numerics("linear", choices=DECAYS, needs=DECAY)
     """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)

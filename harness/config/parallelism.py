@@ -17,7 +17,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 RESHARD = ("default", "always", "never")
 KEPT_AFTER_FORWARD = ("head", "root")
-"""FSDP groups that backward starts with: freed after forward only with ``reshard_after_forward=always``."""
+"""FSDP groups that backward starts with: freed after forward only with
+``reshard_after_forward=always``."""
 FSDP_BUFFERS = ("default", "registered", "symmetric")
 CP_METHODS = ("ring", "ulysses")
 CP_ROTATE_METHODS = ("allgather", "alltoall")
@@ -45,7 +46,8 @@ class ParallelismConfig:
     dp_replicate: int = execution(1, least=1)
     """Replicas of the (sharded) model: DDP with dp_shard=1, HSDP otherwise."""
     dp_shard: int = execution(1, least=1, also=-1)
-    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1: all remaining."""
+    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1: all
+    remaining."""
     tp: int = execution(1, least=1)
     """Ranks that every matrix multiplication is split over (tensor parallel)."""
     pp: int = execution(1, least=1)
@@ -65,7 +67,8 @@ class ParallelismConfig:
     """With the ring: gather keys and values at once (``allgather``) or pass them on step by step
     (``alltoall``)."""
     cp_load_balance: bool = execution(True, needs=(CONTEXT, RING))
-    """With the ring: give each rank a chunk of the sequence's head and one of its tail, for equal work."""
+    """With the ring: give each rank a chunk of the sequence's head and one of its tail, for equal
+    work."""
     sequence_parallel: bool = execution(True, needs=TENSOR)
     """With tp: split norms and residuals along the sequence (arXiv:2205.05198)."""
     loss_parallel: bool = execution(True, needs=TENSOR)
@@ -89,7 +92,8 @@ class ParallelismConfig:
     pp_schedule: str = pipeline_execution("1F1B", choices=tuple(SCHEDULES))
     """Name of torch's pipeline schedule."""
     pp_schedule_csv: str | None = pipeline_execution(None)
-    """A compute-only schedule in torch's CSV form (a row per rank, cells like 0F0); replaces pp_schedule."""
+    """A compute-only schedule in torch's CSV form (a row per rank, cells like 0F0); replaces
+    pp_schedule."""
     pp_schedule_csv_digest: str | None = execution(None)
     """Digest of that file, set when the job is composed: another schedule is another job."""
     pp_microbatch_size: int = pipeline_execution(1, least=1)
@@ -136,8 +140,8 @@ class ParallelismConfig:
     def reshards_after_forward(self) -> bool:
         """Whether blocks free their gathered parameters after forward.
 
-        Not by default under a pipeline, which would gather them again for every microbatch, nor without
-        shards, where they are copies in param_dtype.
+        Not by default under a pipeline, which would gather them again for every microbatch, nor
+        without shards, where they are copies in param_dtype.
         """
         if self.reshard_after_forward == "default":
             return self.pp == 1 and self.parameter_shards > 1
@@ -165,7 +169,8 @@ class ParallelismConfig:
     def expert_shard_dim(self, num_experts: int) -> int:
         """The dimension of experts' tensors that FSDP shards.
 
-        The first one (experts) if it divides evenly; else the next one, so that every rank has a part.
+        The first one (experts) if it divides evenly; else the next one, so that every rank has a
+        part.
         """
         return 0 if (num_experts // self.ep) % self.expert_shards == 0 else 1
 

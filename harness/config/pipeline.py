@@ -31,9 +31,11 @@ class ScheduleRule:
     placement: str
     """``loop``: rank r has stages r, r + P, ...; ``v``: rank r has stages r and 2P - 1 - r."""
     microbatches: str
-    """``any``; ``stages``: at least one per stage; ``rounds``: a multiple of max(1, microbatches // P)."""
+    """``any``; ``stages``: at least one per stage; ``rounds``: a multiple of max(1, microbatches //
+    P)."""
     splits_backward: bool = False
-    """Whether gradients of inputs and of weights are taken in two passes (zero bubble, arXiv:2401.10241)."""
+    """Whether gradients of inputs and of weights are taken in two passes (zero bubble,
+    arXiv:2401.10241)."""
 
     @property
     def stages_in_words(self) -> str:
@@ -145,8 +147,9 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
 def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
     """Run all ranks, and say for each that cannot end at which pass it waits for which other one.
 
-    torch places a send and its receive, in the order of both ranks, where such a run makes them. So if all
-    end, sends and receives do too, also one after another, as one communicator executes them.
+    torch places a send and its receive, in the order of both ranks, where such a run makes them. So
+    if all end, sends and receives do too, also one after another, as one communicator executes
+    them.
     """
     done: set[Pass] = set()
     following = [0] * len(passes)
@@ -261,9 +264,9 @@ def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
 def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
     """Names of the modules of every stage, in order.
 
-    The automatic split gives every stage the same weight. The embedding counts as pp_first_stage_less_layers
-    layers and the head as pp_last_stage_less_layers, so the first and the last stage hold fewer layers. The
-    earliest stages get the remainder.
+    The automatic split gives every stage the same weight. The embedding counts as
+    pp_first_stage_less_layers layers and the head as pp_last_stage_less_layers, so the first and
+    the last stage hold fewer layers. The earliest stages get the remainder.
     """
     if layout.pp_modules_per_stage:
         return layout.pp_modules_per_stage
@@ -276,7 +279,8 @@ def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
     room = [weight + (1 if stage < extra else 0) for stage in range(stages)]
     room[0] = max(0, room[0] - first)
     room[-1] = max(0, room[-1] - last)
-    # An embedding or head heavier than a stage takes room from the fullest stages; on a tie, from the ends.
+    # An embedding or head heavier than a stage takes room from the fullest stages; on a tie, from
+    # the ends.
     while sum(room) > n_layers:
         room[max(range(stages), key=lambda s: (room[s], s in (0, stages - 1)))] -= 1
     names: list[list[str]] = []

@@ -26,11 +26,12 @@ class PrecisionConfig:
     reduce_dtype: str = numerics("float32", choices=DTYPES)
     """Format in which gradients are reduced over data-parallel ranks: float32 or bfloat16."""
     master_dtype: str = numerics("float32", choices=DTYPES)
-    """Format of the parameters that the optimizer updates, and of their gradients: float32 or bfloat16."""
+    """Format of the parameters that the optimizer updates, and of their gradients: float32 or
+    bfloat16."""
     linear: str = numerics("none", choices=LINEARS)
     """Format in which linears multiply: none (param_dtype); float8_tensorwise, float8_rowwise or mxfp8 (one
-    scale per tensor, row or 32 values); float8_rowwise_hp (weight gradients in param_dtype). Experts use it
-    with float8_rowwise and mxfp8 only."""
+    scale per tensor, row or 32 values); float8_rowwise_hp (weight gradients in param_dtype).
+    Experts use it with float8_rowwise and mxfp8 only."""
     filter_fqns: list[str] = numerics(factory=lambda: list(DEFAULT_FILTER), needs=LINEAR)
     """Linears whose name contains one of these stay in param_dtype. Experts are named
     layers.N.moe.experts."""
@@ -62,7 +63,8 @@ class PrecisionConfig:
     def expert_block(self) -> int:
         """The same for experts: widths must be multiples of it, and each expert's rows are padded to one.
 
-        torchao 0.18 documents 32 for mxfp8, but its kernel needs 128 (mxfp8_quantize_cutedsl_2d_1x32).
+        torchao 0.18 documents 32 for mxfp8, but its kernel needs 128
+        (mxfp8_quantize_cutedsl_2d_1x32).
         """
         return 128 if self.linear == "mxfp8" else 16
 

@@ -5,7 +5,8 @@ A package adds ``sgd`` to ``optimizer.kind`` in its pyproject.toml (docs/howto/e
     [project.entry-points."harness.optimizer"]
     sgd = "my_package.sgd:SGD"
 
-Values are imported when they are used, so a table may name modules that import torch and be read without it.
+Values are imported when they are used, so a table may name modules that import torch and be read
+without it.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class MissingPackageError(ConfigError):
 class Registry(Generic[Value]):
     """The values of one kind by name: built-in ones, and those of installed packages.
 
-    It is a collection of names, so that it can be the ``choices`` of a field. Entry points are read when a
-    name is not built in, or when names are listed.
+    It is a collection of names, so that it can be the ``choices`` of a field. Entry points are read
+    when a name is not built in, or when names are listed.
 
     Args:
         kind: entry points of the group ``harness.KIND`` add names.
         builtins: values by name, or where they are: ``module:attribute``.
         field: the field that chooses a name, for errors.
-        expects: where the class is (``module:attribute``) that a plugin's value is an instance or subclass
-            of; None: any value.
+        expects: where the class is (``module:attribute``) that a plugin's value is an instance or
+            subclass of; None: any value.
     """
 
     def __init__(
@@ -170,8 +171,8 @@ def resolve_options(
 
     Args:
         options: plain values by name.
-        schema: dataclass of the options, with rules beside its fields; None: the choice has no options. A
-            default is left out if its field says ``id_omits_default``.
+        schema: dataclass of the options, with rules beside its fields; None: the choice has no
+            options. A default is left out if its field says ``id_omits_default``.
         field: the field that holds the options, such as ``optimizer.options``.
         owner: the choice that they belong to, such as ``optimizer.kind=sgd``, for errors.
     """

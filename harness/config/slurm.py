@@ -33,7 +33,8 @@ class SlurmConfig:
     exclude: str | None = slurm_label(None)
     """SLURM's --exclude."""
     time: str | None = slurm_label("1:00:00")
-    """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job is requeued. Null means the partition's limit."""
+    """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job is requeued. Null means the partition's
+    limit."""
     cpus_per_rank: int | None = slurm_label(None, least=1)
     """SLURM's --cpus-per-task; null means one, or the partition's default."""
     mem: str | None = slurm_label(None)
@@ -41,14 +42,17 @@ class SlurmConfig:
     gpu_type: str | None = label(None)
     """Type in --gpus-per-node=TYPE:N, for nodes with several types; null means any."""
     gres: bool = slurm_label(False)
-    """Request GPUs by --gres=gpu:TYPE:N instead of --gpus-per-node, for sites that support only --gres."""
+    """Request GPUs by --gres=gpu:TYPE:N instead of --gpus-per-node, for sites that support only
+    --gres."""
     gpu_bind: str | None = slurm_label(None)
-    """SLURM's --gpu-bind, e.g. closest or single:1; null lets each rank see all GPUs of its node."""
+    """SLURM's --gpu-bind, e.g. closest or single:1; null lets each rank see all GPUs of its
+    node."""
     distribution: str | None = slurm_label("block:block")
     """SLURM's --distribution. With block:block neighbouring ranks share a socket, as neighbouring GPUs do.
     Null is SLURM's default, which assigns ranks to sockets round-robin."""
     socket_ifname: str | None = slurm_label(None)
-    """Network interface for NCCL and gloo sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. bond0."""
+    """Network interface for NCCL and gloo sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g.
+    bond0."""
     ib_hca: str | None = slurm_label(None)
     """InfiniBand adapters that NCCL uses (NCCL_IB_HCA), e.g. mlx5_0,mlx5_3; null means all."""
     node_check: str = slurm_label("off", choices=NODE_CHECKS)
@@ -68,13 +72,15 @@ class SlurmConfig:
     env: dict[str, str] = slurm_label(factory=dict)
     """Environment variables of the job, e.g. {NCCL_DEBUG: INFO}."""
     container: str | None = slurm_label(None)
-    """Container for ranks: srun options (--container-image=...) or a command (apptainer exec --nv x.sif)."""
+    """Container for ranks: srun options (--container-image=...) or a command (apptainer exec --nv
+    x.sif)."""
     python: str | None = slurm_label(None)
     """Python executable of the ranks, e.g. the container's; null means the submitting one."""
     signal_seconds: int = slurm_label(120, least=1)
     """Seconds before the time limit at which SLURM signals the job to save and requeue."""
     max_requeues: int = slurm_label(100, least=0)
-    """How often a job is requeued automatically after a preemption or its time limit; 0 means never."""
+    """How often a job is requeued automatically after a preemption or its time limit; 0 means
+    never."""
     max_running: int = slurm_label(16, least=1)
     """Maximum number of a sweep's points that run on SLURM at once, over all arrays."""
     snapshot: bool = slurm_label(True)
@@ -84,9 +90,11 @@ class SlurmConfig:
     dry_run: bool = slurm_label(False)
     """Show what would be submitted and its maximum cost; submit nothing."""
     parsable: bool = slurm_label(False)
-    """Print only the ids of submitted jobs on stdout, as sbatch --parsable does; the rest goes to stderr."""
+    """Print only the ids of submitted jobs on stdout, as sbatch --parsable does; the rest goes to
+    stderr."""
     confirm_gpu_hours: float = slurm_label(100.0)
-    """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU rank-hours)."""
+    """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU
+    rank-hours)."""
 
     @property
     def minutes(self) -> int | None:
@@ -137,8 +145,8 @@ class SlurmConfig:
             raise ConfigError("cluster.mem", self.mem, rule, "null")
 
 
-# Options that the harness sets, of sbatch by their long names (slurm.schedmd.com/sbatch.html) and of srun. If
-# srun gets one twice, it uses the last, the user's.
+# Options that the harness sets, of sbatch by their long names (slurm.schedmd.com/sbatch.html) and
+# of srun. If srun gets one twice, it uses the last, the user's.
 _OF_SBATCH = """
 account array clusters constraint cpus-per-task error exclude exclusive gpus gpus-per-node gpus-per-socket
 gpus-per-task help job-name mem no-requeue nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node

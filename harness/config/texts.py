@@ -1,6 +1,7 @@
 """Rules for every string in a job: one line, and no secrets. Imports no torch.
 
-Strings end up in sbatch scripts, files, reports and trackers. Both rules are checked before any is written.
+Strings end up in sbatch scripts, files, reports and trackers. Both rules are checked before any is
+written.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 from harness.config.fields import leaves
 from harness.util.errors import ConfigError
 
-# Unicode categories: control characters, line and paragraph separators, and lone surrogates, which UTF-8
-# cannot encode.
+# Unicode categories: control characters, line and paragraph separators, and lone surrogates, which
+# UTF-8 cannot encode.
 _REFUSED = ("Cc", "Zl", "Zp", "Cs")
 
 _SECRET_NAME = re.compile(
@@ -26,8 +27,8 @@ _SECRET_NAME = re.compile(
 )
 _NO_SECRET_NAME = re.compile(r"_(?:file|path|dir|sock)$", re.IGNORECASE)
 _SWITCHES = ("0", "1", "true", "false", "yes", "no")
-# A variable with a literal value; `export NAME=$(cat file)` does not match. In small letters only some names,
-# because `key=5/` and `eos_token=` are no secrets.
+# A variable with a literal value; `export NAME=$(cat file)` does not match. In small letters only
+# some names, because `key=5/` and `eos_token=` are no secrets.
 _ASSIGNMENT = re.compile(
     r"(?<![\w-])(?P<name>[A-Z_][A-Z0-9_]*)(?:=|:\s*)[\"']?(?P<value>[^\s\"'$`,;{}\[\]*][^\s\"'`,;{}\[\]]*)"
     r"|(?<![\w/-])(?P<small>\w*(?:secret|password|passwd|passphrase|api_?key)(?=[=:])"
@@ -51,8 +52,8 @@ TOKENS = {
     "nvapi-": r"nvapi-[\w-]{20,}",
 }
 """How known tokens begin, and the patterns of the complete ones."""
-# What looks like a secret wherever it is. Names of runs and files, commit ids, digests of images and
-# references to variables ($NAME) do not.
+# What looks like a secret wherever it is. Names of runs and files, commit ids, digests of images
+# and references to variables ($NAME) do not.
 _FORMS = re.compile(
     rf"(?<![A-Za-z0-9])(?P<key>{'|'.join(TOKENS.values())})"
     r"|-----BEGIN (?P<pem>[A-Z ]*PRIVATE KEY.*)"
@@ -72,7 +73,8 @@ _FORMS = re.compile(
     r"|(?<![\w./:@+-])(?!mailto:)(?P<user>[A-Za-z][\w.+-]*:[^\s/:@,\"'$]{2,})@(?!sha\d)[A-Za-z0-9]"
 )
 _SHORTEST_VALUE = 8
-"""Characters of a variable's value from which on a text that holds it is refused; shorter ones are words."""
+"""Characters of a variable's value from which on a text that holds it is refused; shorter ones are
+words."""
 _ELSEWHERE = "the value where its program looks for it, as in the environment"
 
 

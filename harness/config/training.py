@@ -41,7 +41,8 @@ class Phase:
     def begin(self, position: int) -> int:
         """Return the position at which a step begins if the step before it ended at ``position``.
 
-        It is a multiple of seq_len, so that no piece crosses a sample: less than one piece is left out.
+        It is a multiple of seq_len, so that no piece crosses a sample: less than one piece is left
+        out.
         """
         return -(-position // self.seq_len) * self.seq_len
 
@@ -178,22 +179,25 @@ class TrainingConfig:
     max_norm: float = numerics(1.0, least=0)
     """Clip gradients to this global 2-norm; 0 disables clipping."""
     loss_chunks: int = execution(1, least=1)
-    """Chunks in which output projection and loss are computed, so that all logits are never in memory."""
+    """Chunks in which output projection and loss are computed, so that all logits are never in
+    memory."""
     matmul_precision: str = numerics("highest", choices=MATMUL_PRECISIONS)
-    """Precision of float32 matrix products: highest (float32), or high (TF32, on GPUs that have it)."""
+    """Precision of float32 matrix products: highest (float32), or high (TF32, on GPUs that have
+    it)."""
     seed: int = numerics(42)
     """Seed of parameters and data order."""
     attention: str = execution("sdpa", choices=ATTENTION)
     """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over
-    concatenated documents). All compute the same. The last two need a GPU, and skip the masked blocks between
-    documents. flex needs a head dimension of at least 16."""
+    concatenated documents). All compute the same. The last two need a GPU, and skip the masked
+    blocks between documents. flex needs a head dimension of at least 16."""
     flash: str = execution("default", choices=FLASH, id_omits_default=True)
     """Flash attention of sdpa, varlen and the ring: torch's (default; sdpa prefers cuDNN's); FA3, of package
     flash_attn_interface, for Hopper; or FA4, of flash_attn.cute, for Hopper and Blackwell."""
     objective_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of the objective, for an architecture that another package has added."""
     gc_interval: int = execution(50, least=0)
-    """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
+    """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to
+    collect."""
     observers: list[str] = label(factory=list, choices=OBSERVERS)
     """More observers of the loop, by name. Packages can add observers."""
 
@@ -305,11 +309,14 @@ class DebugConfig:
     deterministic: bool = execution(False)
     """Use only deterministic kernels: two runs of a job give bitwise the same numbers."""
     anomaly: bool = execution(False)
-    """autograd's anomaly mode: stop at the backward function that returns NaN, and show its forward line."""
+    """autograd's anomaly mode: stop at the backward function that returns NaN, and show its forward
+    line."""
     nan: bool = execution(False)
-    """Check every module's output and its gradient; stop at the first that is not finite, and name it."""
+    """Check every module's output and its gradient; stop at the first that is not finite, and name
+    it."""
     flight_recorder: int = label(2000, least=0)
-    """Collectives that each rank records, to be dumped if one takes too long; 0 disables the recorder."""
+    """Collectives that each rank records, to be dumped if one takes too long; 0 disables the
+    recorder."""
     non_finite: str = numerics("stop", choices=NON_FINITE)
     """If the loss or gradient norm is not finite: stop the run, or skip the update, at most ten in a row.
     Evidence is saved."""
@@ -332,8 +339,8 @@ HYPERPARAMETERS = ("none", "step_law")
 class ScaleConfig:
     """Model size, tokens and hyperparameters from a few numbers, for scaling experiments.
 
-    Resolving the job sets the model's shape, training.tokens and hyperparameters, and these fields to their
-    defaults: the run is the same as one with its fields set by hand.
+    Resolving the job sets the model's shape, training.tokens and hyperparameters, and these fields
+    to their defaults: the run is the same as one with its fields set by hand.
     """
 
     parameters: int | float | str | None = numerics(None, id_omits_default=True)
@@ -418,8 +425,8 @@ class ActivationCheckpointConfig:
 
     mode: str = execution("none", choices=MODES)
     """What is recomputed. none; full: every block; selective_layer: every n-th block; selective_op: every
-    block except expensive results (attention, collectives, every n-th matrix product); memory_budget: what
-    torch's partitioner chooses, in compiled blocks only."""
+    block except expensive results (attention, collectives, every n-th matrix product);
+    memory_budget: what torch's partitioner chooses, in compiled blocks only."""
     every_nth_layer: int = execution(
         2, least=1, needs=Switch("activation_checkpoint.mode", on="selective_layer")
     )
@@ -431,7 +438,8 @@ class ActivationCheckpointConfig:
     memory_budget: float = execution(
         0.5, least=0, most=1, needs=Switch("activation_checkpoint.mode", on="memory_budget")
     )
-    """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
+    """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like
+    none)."""
 
     def validate(self, compiler: CompileConfig) -> None:
         if self.mode == "memory_budget" and not (compiler.blocks and compiler.backend != "eager"):

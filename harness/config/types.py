@@ -67,7 +67,8 @@ def is_special(value: Any) -> bool:
 def with_types(value: Any, hint: Any) -> Any:
     """Convert values as OmegaConf does: in a field of numbers 1 is 1.0, and in one of texts "1".
 
-    What has no such type is left to ``from_dict``. So are mappings of dataclasses and lists of mappings.
+    What has no such type is left to ``from_dict``. So are mappings of dataclasses and lists of
+    mappings.
     """
     hint = without_null(hint)
     kind = get_origin(hint)

@@ -12,10 +12,11 @@ A position is a JSON object, the start of a document:
 
 * ``shards``: N.
 * ``part``: i.
-* ``document``: the library's state of the part, before this document; null at the beginning of a part.
+* ``document``: the library's state of the part, before this document; null at the beginning of a
+  part.
 * ``example``: number of the example in its shard.
-* ``block`` and ``index`` with ``data.shuffle``: the number of the block, and the document's place in it. The
-  other values are then those of the block's first document.
+* ``block`` and ``index`` with ``data.shuffle``: the number of the block, and the document's place
+  in it. The other values are then those of the block's first document.
 """
 
 from __future__ import annotations

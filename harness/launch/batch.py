@@ -1,8 +1,8 @@
 """The command of a job's sbatch script: ``python -m harness.launch.batch RUN_DIR``.
 
-In a job array the argument is ``--list FILE``: line i of the file is the run folder of task i. The process
-runs ``slurm_attempt.py``, which it imports last. Until then it needs little of the harness, so that it can
-record an import error in the run folder.
+In a job array the argument is ``--list FILE``: line i of the file is the run folder of task i. The
+process runs ``slurm_attempt.py``, which it imports last. Until then it needs little of the harness,
+so that it can record an import error in the run folder.
 """
 
 from __future__ import annotations

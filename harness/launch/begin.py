@@ -39,8 +39,8 @@ def begin(
 ) -> None:
     """Prepare the folder for an attempt, and lock it.
 
-    Files of an earlier attempt move to ``attempts/<n>``. The metrics stay if there is a checkpoint to
-    resume from.
+    Files of an earlier attempt move to ``attempts/<n>``. The metrics stay if there is a checkpoint
+    to resume from.
 
     Args:
         adopt: whether to resume from stopped runs of the same experiment on other layouts, if their

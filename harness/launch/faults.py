@@ -2,9 +2,9 @@
 
 A rank that ended without recording an error is found by its exit code or by srun's messages.
 
-Nodes are checked before the ranks start (``cluster.node_check``): srun starts this module once on every node.
-Each process prints its node's faults: GPUs that are missing, in use by others or have errors, memory that is
-not free, a run folder that cannot be written.
+Nodes are checked before the ranks start (``cluster.node_check``): srun starts this module once on
+every node. Each process prints its node's faults: GPUs that are missing, in use by others or have
+errors, memory that is not free, a run folder that cannot be written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from harness.launch import queue
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_OK, EXIT_RESUMABLE, MachineError
 
-# srun: error: node2: tasks 2-3: Killed; also Exited with exit code 1, Segmentation fault, Out Of Memory.
+# srun: error: node2: tasks 2-3: Killed; also Exited with exit code 1, Segmentation fault, Out Of
+# Memory.
 _TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
 # srun's messages when it ends the remaining ranks, because one has failed or the job is cancelled.
 _ENDING = re.compile(r"Terminating StepId|CANCELLED AT|Job step aborted|Force Terminated")
@@ -86,7 +87,8 @@ class RankDied(MachineError):
 def dead_ranks(output: str, logs: Path, *, late: bool = False) -> list[tuple[int, RankDied]]:
     """Return the ranks that failed by themselves, in the order in which they ended.
 
-    ``late``: also those that srun named after it began to end the ranks, unless its signal ended them.
+    ``late``: also those that srun named after it began to end the ranks, unless its signal ended
+    them.
     """
     memory = "out_of_memory" if kind_of_text(output) == "out_of_memory" else None
     by_srun = ("Terminated",) if late else ("Killed", "Terminated", "Exited")
@@ -94,8 +96,8 @@ def dead_ranks(output: str, logs: Path, *, late: bool = False) -> list[tuple[int
     for rank, how, is_ended in _named(output):
         hint = ": killed from outside, or out of memory" if how == "Killed" and not memory else ""
         died = RankDied(rank, f"'{how}'", logs, hint=hint, kind=memory)
-        # SLURM may announce the end of a step before it names the rank that ran out of memory; the rank's own
-        # log has the reason.
+        # SLURM may announce the end of a step before it names the rank that ran out of memory; the
+        # rank's own log has the reason.
         if not is_ended or died.has_reason or not how.startswith(by_srun):
             found.append((rank, died))
     return found
@@ -156,7 +158,8 @@ def count_memory_kills() -> int:
 
 
 CHECK_SECONDS = 120
-# Fractions of a node's free memory and of a GPU's used memory. A driver uses less than 1 % of a GPU's memory.
+# Fractions of a node's free memory and of a GPU's used memory. A driver uses less than 1 % of a
+# GPU's memory.
 LEAST_FREE = 0.05
 MOST_USED = 0.05
 _QUERY = "index,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"

@@ -105,7 +105,8 @@ def _note_repeated(field: str, patterns: tuple[str, ...]) -> None:
 def require_vocabulary(job: Job) -> None:
     """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
 
-    Also check that its corpora that are here have this tokenizer, and conversations a chat template.
+    Also check that its corpora that are here have this tokenizer, and conversations a chat
+    template.
     """
     if job.cluster.is_here and job.tokenizer.has_file:
         from harness.data.tokenizer import read_tokenizer

@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 STOP_SECONDS = 300
-"""Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
-# Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
-# collective never notices.
+"""Time that ranks have after ^C or SIGTERM to finish their step and save, before they are
+killed."""
+# Time that ranks have after one has failed, to notice it and to record their progress. A rank that
+# hangs in a collective never notices.
 LEAVING_SECONDS = 2.0
 
 
@@ -60,13 +61,13 @@ def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
 def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bool = False) -> int:
     """Run the job to its end, record how it ended, and return the exit code.
 
-    A single rank runs in this process, where a debugger can attach. Several ranks run as children that end
-    together, and with this process.
+    A single rank runs in this process, where a debugger can attach. Several ranks run as children
+    that end together, and with this process.
 
     Args:
         apart: run a single rank as a child too, so that this process keeps no state of it.
-        ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
-            ended.
+        ends_process: this process ends with the run's exit code, so ignore stop signals once the
+            ranks have ended.
     """
     started = time.monotonic()
     try:
@@ -154,8 +155,8 @@ def _started(
 ) -> Iterator[dict[int, Popen[bytes]]]:
     """Start the ranks, each with its process group; yield their processes, and kill what is left at the end.
 
-    Rank 0 writes to the terminal, the others into ``logs``. torchrun's agent would give the other ranks of a
-    failed one 30 seconds to end, and send them the signal that asks for an orderly stop.
+    Rank 0 writes to the terminal, the others into ``logs``. torchrun's agent would give the other
+    ranks of a failed one 30 seconds to end, and send them the signal that asks for an orderly stop.
     """
     command = [sys.executable, "-u", "-m", "harness.train.rank", str(run_dir)]
     processes: dict[int, Popen[bytes]] = {}
@@ -235,7 +236,8 @@ def _begin_on_rank_0(
         else:
             begin(folder, job, overrides, adopt=True)
     except UserError as error:
-        # Show it before the other ranks receive the decision: torchrun ends all ranks when the first ends.
+        # Show it before the other ranks receive the decision: torchrun ends all ranks when the
+        # first ends.
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
         outcome = _REFUSED

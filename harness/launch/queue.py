@@ -42,7 +42,8 @@ LARGEST_ARRAY = 1001
 # The limit that SLURM uses for UNLIMITED.
 UNLIMITED_MINUTES = 365 * 24 * 60
 
-# JOB STATE CODES of slurm.schedmd.com/squeue.html; a state in neither list is that of a job with its nodes.
+# JOB STATE CODES of slurm.schedmd.com/squeue.html; a state in neither list is that of a job with
+# its nodes.
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 ENDED = {
     **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL"), "node"),
@@ -51,10 +52,13 @@ ENDED = {
     "CANCELLED": "cancelled",
     **dict.fromkeys(("COMPLETED", "FAILED", "REVOKED"), None),
 }
-"""States of a job that has ended, with the failure class of a run without a result, if the state tells it."""
-# States of a job that was running and is in the queue again, or will be when its processes have ended.
+"""States of a job that has ended, with the failure class of a run without a result, if the state
+tells it."""
+# States of a job that was running and is in the queue again, or will be when its processes have
+# ended.
 REQUEUED = {"PENDING", "REQUEUED", "COMPLETING"}
-# Reasons for which a job stays in the queue until it is changed (slurm.schedmd.com/job_reason_codes.html).
+# Reasons for which a job stays in the queue until it is changed
+# (slurm.schedmd.com/job_reason_codes.html).
 _NEVER = (
     "AccountNotAllowed",
     "BadConstraints",
@@ -98,8 +102,8 @@ class Jobs:
     """Jobs listed by one call of squeue, with those that just ended, and each task of an array.
 
     Attributes:
-        states: states by id and name. An id alone does not identify a job: SLURM gives it to another one when
-            its counter starts again.
+        states: states by id and name. An id alone does not identify a job: SLURM gives it to
+            another one when its counter starts again.
     """
 
     def __init__(self, listed: Iterable[Queued]) -> None:
@@ -263,7 +267,8 @@ def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
 def partition_minutes(partition: str | None) -> int:
     """Return the time limit in minutes of a job without one: the partition's default, or else its maximum.
 
-    Of several partitions separated by commas the longest limit counts; None is the default partition.
+    Of several partitions separated by commas the longest limit counts; None is the default
+    partition.
     """
     wanted = (partition or "").split(",")
     limits = []

@@ -3,11 +3,13 @@
 A row has the flat fields of ``result.json``, and:
 
 * ``point``: its name among the other rows; ``overrides`` and ``command`` that started it;
-* ``state``: ``completed``, ``failed``, ``cancelled``, ``stopped``, ``running``, ``pending``, ``planned``,
-  ``lost``, or ``skipped`` (not a valid job); ``kind`` (class of the failure) and ``reason``;
-* ``measured.*``, for completed runs: ``tokens_per_second_per_rank`` (see ``harness/metrics/window.py``),
-  ``low`` and ``high`` (10th and 90th percentile of the rates of single steps), ``spread`` (their difference
-  divided by the rate), ``step_seconds`` (median), ``memory_gib``, ``mfu``;
+* ``state``: ``completed``, ``failed``, ``cancelled``, ``stopped``, ``running``, ``pending``,
+  ``planned``, ``lost``, or ``skipped`` (not a valid job); ``kind`` (class of the failure) and
+  ``reason``;
+* ``measured.*``, for completed runs: ``tokens_per_second_per_rank`` (see
+  ``harness/metrics/window.py``), ``low`` and ``high`` (10th and 90th percentile of the rates of
+  single steps), ``spread`` (their difference divided by the rate), ``step_seconds`` (median),
+  ``memory_gib``, ``mfu``;
 * ``torchtitan.tokens_per_second_per_rank``, if it was measured in turn with the run;
 * ``slow``: the ranks that the run found slow, if any (``SlowRank``, as text).
 """
@@ -81,7 +83,8 @@ def _columns(points: Sequence[Point]) -> dict[str, list[str | None]]:
     for point in points:
         typed = dict(override.lstrip("+").partition("=")[::2] for override in point.overrides)
         keys |= dict.fromkeys(typed)
-        # Fields also have a value in runs that do not override them; groups and mapping keys do not.
+        # Fields also have a value in runs that do not override them; groups and mapping keys do
+        # not.
         values.append(typed | {name: str(value) for name, _, value in leaves(point.job)})
     columns = {}
     for key in sorted(keys, key=sets_label):

@@ -84,7 +84,8 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
 
 def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> NoReturn:
     """Run the task of this process' command line, and exit."""
-    # SLURM sends it before the time limit; the task works until it is killed, and finished units are kept.
+    # SLURM sends it before the time limit; the task works until it is killed, and finished units
+    # are kept.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(guarded(lambda: _run(parse_task(f"python -m {module}"), job_class, writer_of)))
 

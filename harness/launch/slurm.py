@@ -1,8 +1,8 @@
 """SLURM jobs: derive resources from the layout, write one sbatch script with submitit, and submit it.
 
-The script runs ``harness.launch.batch``: one process on the first node, which starts the ranks by ``srun``,
-one task each. Everything that the script reads is written before it is submitted, so it can be submitted
-again by hand: ``sbatch RUN_DIR/slurm/job.sh``.
+The script runs ``harness.launch.batch``: one process on the first node, which starts the ranks by
+``srun``, one task each. Everything that the script reads is written before it is submitted, so it
+can be submitted again by hand: ``sbatch RUN_DIR/slurm/job.sh``.
 """
 
 from __future__ import annotations
@@ -127,10 +127,12 @@ class Submission:
     Args:
         run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
         home: the folder of the run or the sweep, for SLURM's logs and the copy of the code.
-        name: SLURM's job name; it identifies the job if this process dies before it has stored the job id.
+        name: SLURM's job name; it identifies the job if this process dies before it has stored the
+            job id.
         at_once: maximum number of jobs that run at once; None means ``cluster.max_running``.
         after: ids of jobs that must end first, successfully or not.
-        module: run by the script, with the run folder, or ``--list`` and the file of an array's run folders.
+        module: run by the script, with the run folder, or ``--list`` and the file of an array's run
+            folders.
     """
 
     def __init__(
@@ -165,8 +167,8 @@ class Submission:
     def script(self, *, planned: bool = False) -> str:
         """Return the sbatch script; if ``planned``, for a run folder that does not exist yet.
 
-        Then SLURM's log goes into the working folder: SLURM opens it before it starts the script, and if it
-        cannot, the job fails silently.
+        Then SLURM's log goes into the working folder: SLURM opens it before it starts the script,
+        and if it cannot, the job fails silently.
         """
         from submitit.slurm.slurm import _make_sbatch_string
 
@@ -177,8 +179,8 @@ class Submission:
         if self.after:
             own = [options["dependency"]] if "dependency" in options else []
             options["dependency"] = ",".join([*own, f"afterany:{':'.join(self.after)}"])
-        # submitit's defaults are a time limit of five minutes, and a wckey, which clusters without accounting
-        # by wckey refuse.
+        # submitit's defaults are a time limit of five minutes, and a wckey, which clusters without
+        # accounting by wckey refuse.
         nothing: Any = None
         text: str = _make_sbatch_string(
             command=f"exec {self._command()}",
@@ -227,7 +229,8 @@ class Submission:
         ]
         for run_dir, job_record in zip(self.run_dirs, job_records, strict=True):
             job_record.write(run_dir)
-        # Write everything that the job reads before submitting it: this process may die at any moment.
+        # Write everything that the job reads before submitting it: this process may die at any
+        # moment.
         if self.is_array:
             write_atomically(
                 self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode()
@@ -268,9 +271,9 @@ class Submission:
         return [*lines, code] if code else lines
 
 
-# A line that fails ends the job, and the harness records the line. The DEBUG trap runs before each line, but
-# not for lines of functions and sourced files; the EXIT trap itself counts as line 1. A cancelled job has no
-# failed line.
+# A line that fails ends the job, and the harness records the line. The DEBUG trap runs before each
+# line, but not for lines of functions and sourced files; the EXIT trap itself counts as line 1. A
+# cancelled job has no failed line.
 _BEFORE_SETUP = """\
 setup_failed() {{
   trap - EXIT DEBUG

@@ -1,9 +1,9 @@
 """One attempt at a SLURM job, on its first node: start the ranks, wait for them, complete ``result.json``.
 
-This process does for a SLURM job what the controller does for a local job. It holds the run folder's lock and
-the rendezvous store, waits for ``srun``, records ranks that ended without recording an error, and completes
-the run's row in ``result.json``. When SLURM asked the ranks to stop and they have saved, it requeues the job
-under the same id.
+This process does for a SLURM job what the controller does for a local job. It holds the run
+folder's lock and the rendezvous store, waits for ``srun``, records ranks that ended without
+recording an error, and completes the run's row in ``result.json``. When SLURM asked the ranks to
+stop and they have saved, it requeues the job under the same id.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
     record = SlurmJobRecord.read(folder.path)
     if record is None:
         return  # somebody has removed it
-    # Until this process has ended, SLURM's state is COMPLETING whatever the cause. Its log has the reason.
+    # Until this process has ended, SLURM's state is COMPLETING whatever the cause. Its log has the
+    # reason.
     said = ""
     if is_taken and record.log is not None and record.log.is_file():
         said = record.log.read_text(errors="replace")
@@ -245,9 +246,10 @@ def _run_ranks(
 def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: int) -> int:
     """Determine why the ranks ended, and record a rank that could not record its error itself.
 
-    An error that is not a consequence of another rank's failure comes first, then a rank that was killed. If
-    srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
-    collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
+    An error that is not a consequence of another rank's failure comes first, then a rank that was
+    killed. If srun ended rank 0 because another rank was killed, rank 0's error is a consequence.
+    So is a failed collective. If all recorded errors say that a peer is gone, the rank that
+    recorded none is the cause.
     """
     error = folder.errors.first()
     code = folder.row.get("exit_code")

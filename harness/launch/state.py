@@ -30,7 +30,8 @@ BUSY = ("pending", "running", "suspended")
 # States of a job that must not be started again: SLURM has it in its queue, or a process runs it.
 HELD = (*BUSY, "blocked")
 FACTS = ("tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib", "loss")
-# A shared file system may show a job's last writes up to this long after the job has left the queue.
+# A shared file system may show a job's last writes up to this long after the job has left the
+# queue.
 LAST_WRITES_SECONDS = 15.0
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 
@@ -187,10 +188,10 @@ class RunState:
     """The current state of a run.
 
     Attributes:
-        state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``blocked`` (is in the queue
-            and can never start), ``running``, ``suspended`` (by SLURM), ``completed``, ``stopped``
-            (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost`` (ended
-            without a result).
+        state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``blocked`` (is in
+            the queue and can never start), ``running``, ``suspended`` (by SLURM), ``completed``,
+            ``stopped`` (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or
+            ``lost`` (ended without a result).
         step: the last finished step, of ``steps``.
         facts: values of the metrics FACTS; None where unknown.
         kind: class of the failure.
@@ -310,7 +311,8 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
 def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState]]:
     """Write the rows of runs that ended without one; return the states of all runs, and of those written.
 
-    Queries SLURM once for its jobs, and once more for the final states of jobs that it does not list.
+    Queries SLURM once for its jobs, and once more for the final states of jobs that it does not
+    list.
     """
     listed = queued_jobs(run_dirs)
     seen = {run_dir: read_state(run_dir, listed) for run_dir in run_dirs}
@@ -376,8 +378,8 @@ def close_run(
 ) -> int:
     """Write the row of a run that ended without one; return the run's exit code.
 
-    A cancelled job, and a run of this machine (without a ``record``), count as interrupted, not as failed.
-    ``state`` is SLURM's final one. This process holds the folder.
+    A cancelled job, and a run of this machine (without a ``record``), count as interrupted, not as
+    failed. ``state`` is SLURM's final one. This process holds the folder.
     """
     lost = None if record is None else JobLost(record, state)
     is_cancelled = lost is not None and lost.kind == "cancelled"

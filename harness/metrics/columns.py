@@ -1,7 +1,7 @@
 """How a column of ``metrics.jsonl`` or ``result.json`` is declared: beside the code that makes its value.
 
-``harness/train/rows.py`` gathers the declarations. The console and the documentation follow them, and a test
-compares them with what runs write. Imports no torch.
+``harness/train/rows.py`` gathers the declarations. The console and the documentation follow them,
+and a test compares them with what runs write. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Metric:
         unit: unit, or type where there is no unit.
         text: meaning, in one sentence.
         when: condition under which the row has it; empty means always.
-        line: how a line of the console shows it: a format of the value (and of ``rest``, what ``*`` stands
-            for), or a function; empty: not at all.
+        line: how a line of the console shows it: a format of the value (and of ``rest``, what ``*``
+            stands for), or a function; empty: not at all.
         in_summary: whether the console shows it at the end of a run.
     """
 

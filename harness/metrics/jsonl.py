@@ -17,8 +17,8 @@ _SHOWN = 5
 class MetricsFile:
     """The rows of a run, kept through crashes and resumes.
 
-    Opening repairs a file that a crash left in mid-write: a broken last line is cut off, and a complete last
-    line gets its missing newline. Each row is flushed to the operating system.
+    Opening repairs a file that a crash left in mid-write: a broken last line is cut off, and a
+    complete last line gets its missing newline. Each row is flushed to the operating system.
 
     Attributes:
         notes: warnings for the user, one line each; the caller removes those it has shown.

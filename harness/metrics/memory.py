@@ -18,8 +18,8 @@ def peak_memory_gib(device_type: str) -> float:
     """Return the peak memory.
 
     Args:
-        device_type: ``cuda``: memory reserved by the caching allocator on the current device, which decides
-            whether a run fits. Anything else: resident memory of this process.
+        device_type: ``cuda``: memory reserved by the caching allocator on the current device, which
+            decides whether a run fits. Anything else: resident memory of this process.
     """
     if device_type == "cuda":
         import torch
@@ -41,7 +41,8 @@ MEMORY = (
     Metric("memory.retries", "count", "Allocations that first had to free cached memory.", "GPUs"),
     Metric("memory.out_of_memory", "count", "Allocations that failed.", "GPUs"),
 )
-"""Columns of memory: of a rank; in metrics.jsonl and result.json those of the rank with the most."""
+"""Columns of memory: of a rank; in metrics.jsonl and result.json those of the rank with the
+most."""
 ALLOCATOR = {
     "memory.active_gib": "active_bytes.all.peak",
     "memory.reserved_gib": "reserved_bytes.all.peak",
@@ -67,8 +68,8 @@ def allocator(device_type: str) -> dict[str, float]:
 def _peak_resident_bytes() -> int:
     """Return VmHWM if the system has it, else ru_maxrss.
 
-    On Linux ru_maxrss survives exec (fs/exec.c, exec_mmap): a small rank started by a large parent would
-    report the parent's memory. VmHWM belongs to the address space of this process alone.
+    On Linux ru_maxrss survives exec (fs/exec.c, exec_mmap): a small rank started by a large parent
+    would report the parent's memory. VmHWM belongs to the address space of this process alone.
     """
     if _STATUS.exists():
         found = _PEAK.search(_STATUS.read_bytes())

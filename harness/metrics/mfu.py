@@ -1,12 +1,12 @@
 """Model FLOPs utilization (MFU): the fraction of a device's peak FLOP/s that the model's own arithmetic uses.
 
-Defined in PaLM (https://arxiv.org/abs/2204.02311, appendix B): observed tokens per second divided by the
-tokens per second at peak. Recomputed activations do not count. There are two ways to count causal attention;
-both are reported, because values of different conventions cannot be compared:
+Defined in PaLM (https://arxiv.org/abs/2204.02311, appendix B): observed tokens per second divided
+by the tokens per second at peak. Recomputed activations do not count. There are two ways to count
+causal attention; both are reported, because values of different conventions cannot be compared:
 
 * ``mfu`` counts the full square of scores in every layer, as torchtitan, PaLM and nanoGPT do;
-* ``mfu_causal`` counts the scores that masks leave: the half below the diagonal, as some vendors do,
-  and of a layer with a window or chunks only these.
+* ``mfu_causal`` counts the scores that masks leave: the half below the diagonal, as some vendors
+  do, and of a layer with a window or chunks only these.
 
 The formula is that of ``account_decoder`` in ``harness/model/accounting.py``.
 
@@ -133,7 +133,8 @@ class Efficiency:
         """Return the accounting with the mean FLOPs per token: attention's depend on the length.
 
         Args:
-            lengths: number of tokens by the length of their sequence; empty: all have the full length.
+            lengths: number of tokens by the length of their sequence; empty: all have the full
+                length.
         """
         total = sum(lengths.values())
         if not total:

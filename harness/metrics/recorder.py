@@ -20,8 +20,8 @@ METRICS_FILE = "metrics.jsonl"
 class Recorder:
     """Writes the metrics of a run.
 
-    ``metrics.jsonl`` is the primary record and is written first. A view that fails is switched off with one
-    warning. Messages can be shown from the start, rows only after ``begin``.
+    ``metrics.jsonl`` is the primary record and is written first. A view that fails is switched off
+    with one warning. Messages can be shown from the start, rows only after ``begin``.
     """
 
     def __init__(self, run: ShownRun, total_steps: int) -> None:
@@ -37,10 +37,12 @@ class Recorder:
         """Open the file and the views.
 
         Args:
-            start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier
-                attempt wrote after its last checkpoint, are dropped: they will be written again.
+            start_step: the last step already done, 0 for a new run. Rows of later steps, which an
+                earlier attempt wrote after its last checkpoint, are dropped: they will be written
+                again.
             metrics: columns of rows, in the order of a line on the console.
-            has_curve: whether this folder should have the rows up to that step; missing rows are reported.
+            has_curve: whether this folder should have the rows up to that step; missing rows are
+                reported.
         """
         self._run, config = replace(self._run, start_step=start_step), self._run.config
         self._file = MetricsFile(self._run.run_dir / METRICS_FILE)
@@ -109,8 +111,8 @@ class Recorder:
     def _switched_off(self, name: str, error: Exception) -> None:
         """Warn that a view is switched off.
 
-        Only here every exception is caught: clients of remote services may raise anything, metrics.jsonl has
-        all data, and a broken plot must not end a run.
+        Only here every exception is caught: clients of remote services may raise anything,
+        metrics.jsonl has all data, and a broken plot must not end a run.
         """
         missing = missing_package(error)
         reason = " ".join((str(missing) if missing else f"{type(error).__name__}: {error}").split())

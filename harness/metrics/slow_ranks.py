@@ -1,7 +1,8 @@
 """Ranks that compute longer than others for long. Imports no torch.
 
-Only time in which a rank computes counts. Waiting for others does not: all ranks wait for the slow one. Nor
-does waiting for a core: of ranks that share cores, one waits longer now, and another later.
+Only time in which a rank computes counts. Waiting for others does not: all ranks wait for the slow
+one. Nor does waiting for a core: of ranks that share cores, one waits longer now, and another
+later.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ WINDOW = 5
 IN_A_ROW = 3
 """Windows in which a rank must be slow."""
 EXCESS = 0.15
-"""Share of the others' median by which a rank is slow, in the mean of these windows; half of it in each."""
+"""Share of the others' median by which a rank is slow, in the mean of these windows; half of it in
+each."""
 SPREADS = 5.0
-"""Standard deviations of the others' excesses by which it must also be larger: on busy machines all vary."""
+"""Standard deviations of the others' excesses by which it must also be larger: on busy machines all
+vary."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class SlowRanks:
     """Decide which ranks are slow.
 
     Args:
-        stages: pipeline stage of each rank. Ranks of different stages have different work, so a rank is
-            compared with the others of its stage only.
+        stages: pipeline stage of each rank. Ranks of different stages have different work, so a
+            rank is compared with the others of its stage only.
         names: host and device of each rank.
     """
 
@@ -118,8 +121,8 @@ class SlowRanks:
         found = []
         for rank, excess in means.items():
             others = [means[peer] for peer in self._peers[rank] if peer in means]
-            # The largest usual excess. A normal distribution's standard deviation is 1.4826 times its median
-            # absolute deviation, a robust estimate.
+            # The largest usual excess. A normal distribution's standard deviation is 1.4826 times
+            # its median absolute deviation, a robust estimate.
             middle = median(others or [0.0])
             usual = middle + SPREADS * 1.4826 * median(
                 abs(each - middle) for each in others or [0.0]

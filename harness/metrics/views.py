@@ -1,7 +1,7 @@
 """Views of ``metrics.jsonl``: the same rows, for W&B, TensorBoard and others.
 
-Keys are those of ``metrics.jsonl``, so a metric has one name everywhere. A view may raise from any method;
-``harness.metrics.recorder`` then switches it off and the run continues.
+Keys are those of ``metrics.jsonl``, so a metric has one name everywhere. A view may raise from any
+method; ``harness.metrics.recorder`` then switches it off and the run continues.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ShownRun:
         run_id: the id of the run; a resumed run continues under it.
         name: the name to show.
         job: the resolved job as plain values.
-        start_step: the last step already done; rows of later steps that an earlier attempt has logged come
-            again.
+        start_step: the last step already done; rows of later steps that an earlier attempt has
+            logged come again.
         options: those of the view in ``metrics.views``, as its own dataclass; None: it has none.
     """
 
@@ -67,8 +67,8 @@ class View(Protocol):
 class WandbView:
     """Weights & Biases, on rank 0 only. The local copy of the run is in the run folder's ``wandb``.
 
-    Rows have their own ``step`` and are logged without ``step=``: W&B drops a row whose step is below the
-    last one, as after a resume from an older checkpoint.
+    Rows have their own ``step`` and are logged without ``step=``: W&B drops a row whose step is
+    below the last one, as after a resume from an older checkpoint.
     """
 
     name = "wandb"
@@ -80,8 +80,8 @@ class WandbView:
         # Capturing stdout interferes with srun and with the progress bar.
         settings: dict[str, Any] = {"console": "off"}
         if "finish_timeout" in wandb.Settings.model_fields:
-            # By default `finish` waits for the upload without limit, while the allocation is idle. Data that
-            # was not uploaded stays in the run folder, for `wandb sync`.
+            # By default `finish` waits for the upload without limit, while the allocation is idle.
+            # Data that was not uploaded stays in the run folder, for `wandb sync`.
             settings["finish_timeout"] = _UPLOAD_SECONDS
         self._run = wandb.init(
             dir=run.run_dir,
@@ -135,8 +135,8 @@ def _account(config: MetricsConfig) -> dict[str, Any]:
 def wandb_mode(wanted: str | None) -> str | None:
     """Return the mode for ``wandb.init``; None if the environment sets WANDB_MODE, which then decides.
 
-    Without an API key it is ``offline``, because ``online`` would ask for one on a terminal and raise
-    otherwise.
+    Without an API key it is ``offline``, because ``online`` would ask for one on a terminal and
+    raise otherwise.
     """
     if os.environ.get("WANDB_MODE"):
         return None
@@ -202,8 +202,8 @@ class MlflowView:
 
     A thread sends the rows, so that training does not wait for the server.
 
-    A resumed run continues its MLflow run, which is found by tags: the job's id and the run folder. MLflow
-    cannot remove values, so steps that an attempt has repeated have two.
+    A resumed run continues its MLflow run, which is found by tags: the job's id and the run folder.
+    MLflow cannot remove values, so steps that an attempt has repeated have two.
 
     Args:
         run: the run to show; its options are ``MlflowOptions``.

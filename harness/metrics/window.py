@@ -1,7 +1,8 @@
 """Step times: a timer of single steps, and the window of steps over which throughput is measured.
 
-Throughput covers training only. The window excludes steps of warm-up (compilation, allocation, first use of
-every communicator) and profiled steps. A step's time excludes validation, saving and writing traces.
+Throughput covers training only. The window excludes steps of warm-up (compilation, allocation,
+first use of every communicator) and profiled steps. A step's time excludes validation, saving and
+writing traces.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ VALIDATION = "validation"
 CHECKPOINT = "checkpoint"
 PROFILING = "profiling"
 THROUGHPUT = "tokens/s: all tokens over all seconds of the steps after warm-up"
-"""The definition of throughput, as tables name it; ``tokens/s/rank`` is this divided by the ranks."""
+"""The definition of throughput, as tables name it; ``tokens/s/rank`` is this divided by the
+ranks."""
 SECTIONS = (DATA, VALIDATION, CHECKPOINT, PROFILING)
 EXCLUDED = (VALIDATION, CHECKPOINT, PROFILING)
 
@@ -97,8 +99,9 @@ class StepTimer:
                 save()
 
     Args:
-        synchronize: waits for the device. Kernels run asynchronously; without this wait at the start and end
-            of validation and saving, their times would include kernels of earlier steps.
+        synchronize: waits for the device. Kernels run asynchronously; without this wait at the
+            start and end of validation and saving, their times would include kernels of earlier
+            steps.
     """
 
     def __init__(
@@ -167,8 +170,8 @@ LATEST_STEPS = 1_000
 class Window:
     """Steps of this process that count for its throughput.
 
-    Warm-up starts with the first step of *this process*, not with step 1 of the run: a resumed run compiles
-    and connects again.
+    Warm-up starts with the first step of *this process*, not with step 1 of the run: a resumed run
+    compiles and connects again.
     """
 
     def __init__(self, warmup_steps: int = 3) -> None:

@@ -16,7 +16,8 @@ class Accounting:
     parameters: int
     """All parameters; a tied table counts once."""
     active_parameters: int
-    """Parameters that one token uses: top_k of the experts, and all others, both tables included."""
+    """Parameters that one token uses: top_k of the experts, and all others, both tables
+    included."""
     flops_per_token_full: float
     """FLOPs of forward and backward per token by the published convention: ``account_decoder``."""
     flops_per_token_causal: float
@@ -49,13 +50,13 @@ def account(model: ModelConfig, seq_len: int) -> Accounting:
 def account_decoder(model: ModelConfig, seq_len: int) -> Accounting:
     """Count parameters and FLOPs of a decoder.
 
-    FLOPs per token are 6 per multiplied parameter (2 forward, 4 backward) plus attention's
-    6 * L * H * (d_qk + d_v) * T, the convention of PaLM (arXiv:2204.02311, appendix B) that torchtitan
-    follows: every layer counts the full square of scores, also one with a window or chunks. The causal
-    count has the positions that a layer attends to instead of T: T / 2, or the mean of its band or
-    chunk. Only the experts that a token goes to count. A tied table counts once, as the head; with
-    multi-token prediction the head counts once more. Attention is counted as if documents attended to
-    each other.
+    FLOPs per token are 6 per multiplied parameter (2 forward, 4 backward) plus attention's 6 * L *
+    H * (d_qk + d_v) * T, the convention of PaLM (arXiv:2204.02311, appendix B) that torchtitan
+    follows: every layer counts the full square of scores, also one with a window or chunks. The
+    causal count has the positions that a layer attends to instead of T: T / 2, or the mean of its
+    band or chunk. Only the experts that a token goes to count. A tied table counts once, as the
+    head; with multi-token prediction the head counts once more. Attention is counted as if
+    documents attended to each other.
     """
     parameters = [tensor for tensor in tensors(model).values() if not tensor.is_buffer]
     active = sum(tensor.active_size for tensor in parameters)

@@ -1,8 +1,8 @@
 """Kinds of models and blocks, by ``model.architecture`` and ``model.block`` (no torch until one is built).
 
-Code outside of an architecture's own file never compares names: it calls a method of ``Architecture``. Rooms
-above have tables of their own by the same names: ``OBJECTIVES`` what such a model is trained on, and the plan
-what it costs.
+Code outside of an architecture's own file never compares names: it calls a method of
+``Architecture``. Rooms above have tables of their own by the same names: ``OBJECTIVES`` what such a
+model is trained on, and the plan what it costs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class BlockKind(ABC):
     def modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
         """Every module of a block with its tensors, in order.
 
-        Layouts, initial values, checkpoints, precision and counts read it. The plan needs ``BlockCosts`` too.
+        Layouts, initial values, checkpoints, precision and counts read it. The plan needs
+        ``BlockCosts`` too.
         """
 
     @abstractmethod

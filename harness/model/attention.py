@@ -16,7 +16,8 @@ from harness.model.grouped import local_shard
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
 
-# B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of values
+# B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of
+# values
 
 
 def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
@@ -66,8 +67,8 @@ class Attention(nn.Module):
             x_BTC: normed residual stream.
             rope_2TD: cosines and sines of the positions.
             mask: result of ``inner.mask``.
-            positions_T: the positions, for layers whose temperature depends on them; [B, T] if they differ
-                between sequences.
+            positions_T: the positions, for layers whose temperature depends on them; [B, T] if they
+                differ between sequences.
 
         Returns:
             The update that is added to the residual stream, [B, T, C].
@@ -102,8 +103,8 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    Keys and values are projected from a low-rank latent, and one rotated key is shared by all heads. Under
-    tensor parallelism every rank computes the full latents and some of the heads.
+    Keys and values are projected from a low-rank latent, and one rotated key is shared by all
+    heads. Under tensor parallelism every rank computes the full latents and some of the heads.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -172,8 +173,8 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Attend from one token to stored latents, which serve as the key and value of all heads.
 
-        The projection of latents to keys is applied to the query instead, and the projection to values to the
-        result (arXiv:2405.04434, section 2.1.2).
+        The projection of latents to keys is applied to the query instead, and the projection to
+        values to the result (arXiv:2405.04434, section 2.1.2).
         """
         assert isinstance(self.inner, CachedKernel)
         weight_HDL = local_shard(self.wkv_b, "weight").unflatten(0, (-1, self.nope + self.value))

@@ -1,8 +1,9 @@
 """Keys and values of the tokens so far, so that generation computes new tokens only.
 
-The first pass has the prompts, as in training, and stores their keys and values. Each later pass has one new
-token of every sequence. Prompts of different lengths are padded at the end: no token sees the padding, and
-the next token overwrites it. Shapes of a later pass do not depend on the lengths, and the host knows none.
+The first pass has the prompts, as in training, and stores their keys and values. Each later pass
+has one new token of every sequence. Prompts of different lengths are padded at the end: no token
+sees the padding, and the next token overwrites it. Shapes of a later pass do not depend on the
+lengths, and the host knows none.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from harness.model.kernels import AttentionSpec, SdpaKernel, sees
 
-# B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a key head,
-# D: head width, E: head width of values
+# B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a
+# key head, D: head width, E: head width of values
 
 
 class Slots(NamedTuple):
@@ -23,9 +24,10 @@ class Slots(NamedTuple):
 
     Attributes:
         is_first: whether the pass has the prompts.
-        visible: of prompts the mask; of one token what is added to the scores of slots, float32 [B, 1, 1, S].
-        place: the new token's slot, [B, 1]; of prompts the position that each slot stores, [B, S], None if
-            slot p stores position p.
+        visible: of prompts the mask; of one token what is added to the scores of slots, float32 [B,
+            1, 1, S].
+        place: the new token's slot, [B, 1]; of prompts the position that each slot stores, [B, S],
+            None if slot p stores position p.
     """
 
     is_first: bool
@@ -36,8 +38,8 @@ class Slots(NamedTuple):
 class CachedKernel(SdpaKernel):
     """Attention that stores keys and values, and attends from new tokens to the stored ones.
 
-    A layer with a window or chunk stores no more positions than a token attends to: position p is in slot
-    p modulo the number of slots.
+    A layer with a window or chunk stores no more positions than a token attends to: position p is
+    in slot p modulo the number of slots.
 
     Args:
         capacity: longest sequence.

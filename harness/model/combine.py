@@ -1,7 +1,8 @@
 """Sums of experts' outputs for each token, in float32.
 
-On GPUs each direction is one Triton kernel, which reads and writes rows in their own format and order.
-Elsewhere plain operations copy all outputs to float32. Sums may differ in the last bits of float32.
+On GPUs each direction is one Triton kernel, which reads and writes rows in their own format and
+order. Elsewhere plain operations copy all outputs to float32. Sums may differ in the last bits of
+float32.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Head(nn.Linear):
     """The output projection.
 
     Attributes:
-        loss: maps the residual stream [B, T, C], the weight [V, C] and labels [B, T] to the loss; None: the
-            head returns logits.
+        loss: maps the residual stream [B, T, C], the weight [V, C] and labels [B, T] to the loss;
+            None: the head returns logits.
     """
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -34,7 +34,8 @@ class Head(nn.Linear):
     def forward(self, x_BTC: Tensor, *labels_BT: Tensor) -> Tensor:
         """Logits [B, T, V], or the scalar loss if there are labels.
 
-        With L labels, x is L streams concatenated [L * B, T, C], and the result has their losses [L].
+        With L labels, x is L streams concatenated [L * B, T, C], and the result has their losses
+        [L].
         """
         if not labels_BT:
             return super().forward(x_BTC)
@@ -49,11 +50,11 @@ class Head(nn.Linear):
 class MTP(nn.Module):
     """Multi-token prediction of DeepSeek V3 (arXiv:2412.19437, section 2.2).
 
-    It has no table of its own: the decoder embeds the tokens and computes the logits. The order of the
-    concatenated halves is that of the released weights, layer 61: ``eh_proj`` multiplies the embedding's half
-    (``enorm``), then the stream's (``hnorm``); ``norm`` is ``shared_head.norm``. The stream is that before
-    the decoder's final norm. Neither the paper nor the files specify this, and implementations differ
-    (ggml-org/llama.cpp#24025 and vllm-project/vllm#47448).
+    It has no table of its own: the decoder embeds the tokens and computes the logits. The order of
+    the concatenated halves is that of the released weights, layer 61: ``eh_proj`` multiplies the
+    embedding's half (``enorm``), then the stream's (``hnorm``); ``norm`` is ``shared_head.norm``.
+    The stream is that before the decoder's final norm. Neither the paper nor the files specify
+    this, and implementations differ (ggml-org/llama.cpp#24025 and vllm-project/vllm#47448).
 
     Args:
         block: its block, number n_layers.
@@ -250,27 +251,30 @@ class Decoder(ModelPart):
         """Run this part's modules.
 
         Args:
-            x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C]. Token ids
-                of the full model may be shorter than ``seq_len``, for passes without gradients.
+            x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C].
+                Token ids of the full model may be shorter than ``seq_len``, for passes without
+                gradients.
             labels_BT: labels, for a part whose output projection computes the loss.
             documents_BT: the document number of each position, if documents do not attend to each
-                other; negative for padding, which experts leave out. Positions do not restart: rotation
-                depends on the distance of two tokens only.
+                other; negative for padding, which experts leave out. Positions do not restart:
+                rotation depends on the distance of two tokens only.
             later_BT: tokens one position later, for multi-token prediction; None: run without it.
             later_labels_BT: labels of ``later_BT``, if there are labels.
-            cached: after ``use_cache``: the new tokens of a generation; x has them, [B, T] or [B, 1].
+            cached: after ``use_cache``: the new tokens of a generation; x has them, [B, T] or [B,
+                1].
 
         Returns:
-            Logits [B, T, V] from a part with the output projection, or the loss if there are labels; else the
-            residual stream [B, T, C]. With multi-token prediction, its logits are appended [2B, T, V], or
-            both losses are returned [2].
+            Logits [B, T, V] from a part with the output projection, or the loss if there are
+            labels; else the residual stream [B, T, C]. With multi-token prediction, its logits are
+            appended [2B, T, V], or both losses are returned [2].
         """
         later_BTC = None
         length = self.seq_len
         if self.tok_embeddings is not None and self._share is None:
             length = x.shape[1]
         if later_BT is not None:
-            # Each table is used once per pass: FSDP gathers it and reduces its gradient at every use.
+            # Each table is used once per pass: FSDP gathers it and reduces its gradient at every
+            # use.
             assert self.tok_embeddings is not None and self.mtp is not None, (
                 "later_BT needs model.mtp"
             )

@@ -89,7 +89,8 @@ class DecoderArchitecture(Architecture):
                 groups[f"{block}.moe.experts"] = f"{block}.experts"
             groups[block] = block
         groups["mtp"] = "mtp"
-        # A tied table is used at both ends, so its users share one group: the root's, which stays gathered.
+        # A tied table is used at both ends, so its users share one group: the root's, which stays
+        # gathered.
         if not model.tied_embeddings:
             groups |= {"tok_embeddings": "tok_embeddings", "norm": "head", "output": "head"}
         return groups | {"": "root"}

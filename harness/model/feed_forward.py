@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 ALPHA = 1.702
 LIMIT = 7.0
-"""GPT-OSS: slope of the gate and limit of both factors (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
+"""GPT-OSS: slope of the gate and limit of both factors (openai/gpt-oss, gpt_oss/torch/model.py,
+swiglu)."""
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:

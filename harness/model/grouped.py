@@ -1,14 +1,15 @@
 """Grouped products: each group of rows times its own matrix, as experts need.
 
-On GPUs this is torch's grouped product, one kernel for all groups. It takes bfloat16 only, and so does its
-meta function. CPUs and other formats have custom operators, which multiply one group after another and can
-be traced.
+On GPUs this is torch's grouped product, one kernel for all groups. It takes bfloat16 only, and so
+does its meta function. CPUs and other formats have custom operators, which multiply one group after
+another and can be traced.
 
-In bfloat16 groups begin at any row. The kernel wants a group's first element at a multiple of 16 bytes and
-checks it where rows lie along the contiguous dimension only (torch 2.13, aten/src/ATen/native/cuda/
-GroupMMCommon.cuh). They never do: the gradient of the matrices is the product of a transposed gradient with
-rows, both of which step by whole rows. torchtitan no longer pads for bfloat16 either (its pull request 2774).
-Other formats copy both with rows contiguous and need whole blocks of them: ``padded_positions``.
+In bfloat16 groups begin at any row. The kernel wants a group's first element at a multiple of 16
+bytes and checks it where rows lie along the contiguous dimension only (torch 2.13,
+aten/src/ATen/native/cuda/ GroupMMCommon.cuh). They never do: the gradient of the matrices is the
+product of a transposed gradient with rows, both of which step by whole rows. torchtitan no longer
+pads for bfloat16 either (its pull request 2774). Other formats copy both with rows contiguous and
+need whole blocks of them: ``padded_positions``.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _has_kernel(x_RI: Tensor) -> bool:
 def ends_for_linear(x_RI: Tensor, ends_E: Tensor) -> Tensor:
     """Move ``ends_E`` to where ``grouped_linear`` reads it, once for all products of these rows.
 
-    The kernel reads it on the device. Without the kernel, the host multiplies one group after another and
-    reads it: from the device, that would block at every product, forward and backward.
+    The kernel reads it on the device. Without the kernel, the host multiplies one group after
+    another and reads it: from the device, that would block at every product, forward and backward.
     """
     return on_host(ends_E) if x_RI.device.type != "cpu" and not _has_kernel(x_RI) else ends_E
 
@@ -101,14 +102,16 @@ def zero_gradients_where_empty(weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 def padded_positions(ends_E: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, int]:
     """New positions of rows, so that every group is a positive multiple of ``block`` rows.
 
-    Lengths stay on the device, so the result is sized for the worst case; the last group takes the rest.
+    Lengths stay on the device, so the result is sized for the worst case; the last group takes the
+    rest.
 
     Args:
         ends_E: end row of each group (exclusive), int32.
         block: required divisor of each group's length.
 
     Returns:
-        The new position of each row, int64 [R]; the end of each group, int32 [E]; number of positions.
+        The new position of each row, int64 [R]; the end of each group, int32 [E]; number of
+        positions.
     """
     length_E = _lengths(ends_E)
     padded_E = ((length_E + block - 1) // block).clamp_min(1) * block
@@ -221,8 +224,8 @@ grouped_product.register_autograd(_differentiate, setup_context=save_inputs)
 def local_shard(module: nn.Module, name: str) -> Tensor:
     """The local shard of a parameter (``to_local``), or the parameter itself when it is no DTensor.
 
-    ``module.partial_gradients`` maps a parameter's name to the placements of its gradient, where ranks with
-    the same shard each compute a summand of it.
+    ``module.partial_gradients`` maps a parameter's name to the placements of its gradient, where
+    ranks with the same shard each compute a summand of it.
     """
     parameter = getattr(module, name)
     if not isinstance(parameter, DTensor):

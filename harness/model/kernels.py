@@ -1,9 +1,10 @@
 """Attention backends, one module each.
 
-A backend maps queries [B, T, H, D], keys [B, T, K, D] and values [B, T, K, E] to [B, T, H, E]; K divides H,
-and each key head serves H / K query heads. Every position attends to itself and to earlier positions within
-its ``AttentionSpan``, and only to its own document when documents are masked. The model does not know how a
-sequence is split over ranks: parallelism replaces these modules.
+A backend maps queries [B, T, H, D], keys [B, T, K, D] and values [B, T, K, E] to [B, T, H, E]; K
+divides H, and each key head serves H / K query heads. Every position attends to itself and to
+earlier positions within its ``AttentionSpan``, and only to its own document when documents are
+masked. The model does not know how a sequence is split over ranks: parallelism replaces these
+modules.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch.nn.attention.flex_attention import (
 from harness.config.model import AttentionSpan
 from harness.util.errors import ConfigError
 
-# B: batch, T: sequence, H: query heads, K: key and value heads, D: head width, E: head width of values
+# B: batch, T: sequence, H: query heads, K: key and value heads, D: head width, E: head width of
+# values
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Kernel(nn.Module, ABC):
         """Make the mask for ``forward``; None: causal, without further limits.
 
         Args:
-            documents_BT: the document number of each position, equal numbers contiguous; None: a sequence is
-                one document.
+            documents_BT: the document number of each position, equal numbers contiguous; None: a
+                sequence is one document.
         """
 
     @abstractmethod
@@ -117,7 +119,8 @@ class SdpaKernel(Kernel):
         if sinks_H is not None:
             q_BTHD, k_BTKD, v_BTKE = self._with_sink(q_BTHD, k_BTKD, v_BTKE, sinks_H)
         if q_BTHD.device.type == "cpu":
-            # The CPU's flash kernel needs equal widths; the other kernel saves the full square of scores.
+            # The CPU's flash kernel needs equal widths; the other kernel saves the full square of
+            # scores.
             v_BTKE = F.pad(v_BTKE, (0, q_BTHD.shape[-1] - v_BTKE.shape[-1]))
         memory_efficient = needs_memory_efficient(q_BTHD, k_BTKD, mask)
         if memory_efficient and grouped:
@@ -143,8 +146,8 @@ class SdpaKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Append a key with value zero, whose score in each head is that head's sink.
 
-        The score comes from an extra feature: the sink in the queries, 1 in that key and 0 in all others. So
-        any kernel supports it, and the sink's gradient is that of a query.
+        The score comes from an extra feature: the sink in the queries, 1 in that key and 0 in all
+        others. So any kernel supports it, and the sink's gradient is that of a query.
         """
         B, _, K, D = k_BTKD.shape
         score_BTHD = (
@@ -163,8 +166,8 @@ MEMORY_EFFICIENT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 def needs_memory_efficient(q_BTHD: Tensor, k_BTKD: Tensor, mask: Tensor | None) -> bool:
     """Whether the memory-efficient kernel has to compute attention on a GPU.
 
-    Flash and cuDNN have no float32. With a mask, cuDNN's gradient of queries can be NaN if half of its last
-    tile of 128 keys is empty (github.com/pytorch/pytorch/issues/196678).
+    Flash and cuDNN have no float32. With a mask, cuDNN's gradient of queries can be NaN if half of
+    its last tile of 128 keys is empty (github.com/pytorch/pytorch/issues/196678).
     """
     half_empty = mask is not None and 64 in (q_BTHD.shape[1] % 128, k_BTKD.shape[1] % 128)
     return q_BTHD.device.type == "cuda" and (q_BTHD.dtype == torch.float32 or half_empty)
@@ -256,7 +259,8 @@ class VarlenKernel(Kernel):
             v_BTKE.flatten(0, 1),
             mask,
             mask,
-            # An upper bound of documents' lengths; the exact maximum would need to wait for the device.
+            # An upper bound of documents' lengths; the exact maximum would need to wait for the
+            # device.
             T,
             T,
             scale=self.spec.scale,

@@ -26,8 +26,8 @@ from harness.model.grouped import (
     unpad,
 )
 
-# N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
-# B: batch, T: sequence
+# N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F:
+# hidden width, B: batch, T: sequence
 
 
 class Routing(NamedTuple):
@@ -44,8 +44,8 @@ class Router(nn.Linear):
 
     Attributes:
         multiplier: factor of the products, muP's; a bias has none.
-        aux_scale: factor that makes the sum of auxiliary losses over all passes and ranks a mean over the
-            global batch's sequences that have tokens.
+        aux_scale: factor that makes the sum of auxiliary losses over all passes and ranks a mean
+            over the global batch's sequences that have tokens.
         sequence_parts: number of ranks that the tokens of a sequence are split over.
         over_sequence: function that sums counts over those ranks; None: there is only one.
         positions_T: positions of the sequence that this rank routes, in order; None: all.
@@ -67,7 +67,8 @@ class Router(nn.Linear):
 
         Args:
             x_BTC: normed residual stream.
-            balance_bias_E: added to the scores for the choice only, not to the weights (arXiv:2408.15664).
+            balance_bias_E: added to the scores for the choice only, not to the weights
+                (arXiv:2408.15664).
             tokens_BT: false where a position is padding; None: all are tokens.
         """
         scores_NE, choice_NE = self.score(x_BTC, balance_bias_E)
@@ -138,8 +139,9 @@ class Router(nn.Linear):
     ) -> Tensor:
         """Add the gradient of the sequence-wise auxiliary loss to that of the scores.
 
-        The loss of a sequence is the sum over experts of f * P: f is the expert's fraction of the choices
-        times E (without a gradient), P its mean normalized score (arXiv:2412.19437, equations 17-20).
+        The loss of a sequence is the sum over experts of f * P: f is the expert's fraction of the
+        choices times E (without a gradient), P its mean normalized score (arXiv:2412.19437,
+        equations 17-20).
         """
         of = self.config
         share_NE = (
@@ -213,7 +215,8 @@ class Experts(nn.Module):
         """Map rows sorted by expert to the experts' outputs [R, C].
 
         Args:
-            x_RC: rows; the first ``load_E[0]`` are the first expert's, and so on. The rest is padding.
+            x_RC: rows; the first ``load_E[0]`` are the first expert's, and so on. The rest is
+                padding.
             load_E: number of rows for each of this rank's experts.
         """
         # The last expert computes padding too, which weighs 0: only the device knows its length.
@@ -240,7 +243,8 @@ class Experts(nn.Module):
 class _Permute(torch.autograd.Function):
     """Permute rows, or copies of them, which backward sums up.
 
-    Indexing's own backward would add rows one after another, and on a GPU in nondeterministic order.
+    Indexing's own backward would add rows one after another, and on a GPU in nondeterministic
+    order.
     """
 
     @staticmethod
@@ -284,8 +288,8 @@ class MoE(nn.Module):
     """Routed experts, and shared experts for all tokens.
 
     Attributes:
-        reduce_output: function that sums the experts' outputs over the ranks that split each expert; None:
-            experts are not split.
+        reduce_output: function that sums the experts' outputs over the ranks that split each
+            expert; None: experts are not split.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,8 +1,8 @@
 """Rotary position embedding.
 
-Pairs are (i, i + D/2), the layout of Hugging Face's Llama checkpoints, whose weights can be used unchanged.
-Meta's original files interleave pairs (2i, 2i + 1), so wq and wk are permuted. Families whose checkpoints are
-all interleaved set ``rope.interleaved``.
+Pairs are (i, i + D/2), the layout of Hugging Face's Llama checkpoints, whose weights can be used
+unchanged. Meta's original files interleave pairs (2i, 2i + 1), so wq and wk are permuted. Families
+whose checkpoints are all interleaved set ``rope.interleaved``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _stretch_llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
 def _stretch_yarn(frequencies: Tensor, config: RopeConfig, width: int) -> Tensor:
     """YaRN (arXiv:2309.00071, section 3.2): a ramp from unchanged to stretched pairs.
 
-    It is between the pairs that turn ``beta_fast`` and ``beta_slow`` times within the original context.
+    It is between the pairs that turn ``beta_fast`` and ``beta_slow`` times within the original
+    context.
     """
 
     def pair_with(turns: float) -> float:
@@ -96,7 +97,8 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions; compute in float32 and return their formats.
 
-    Interleaved pairs are returned as (i, i + D/2): scores do not depend on the order, which all heads share.
+    Interleaved pairs are returned as (i, i + D/2): scores do not depend on the order, which all
+    heads share.
 
     Args:
         q_BTHD, k_BTHD: queries, and keys of any number of heads.
@@ -203,7 +205,8 @@ if triton is not None:
     ):  # fmt: skip
         head = tl.arange(0, HEADS)[:, None]
         exists = (head < heads) & (pair < HALF)
-        # In the rotated tensor pairs are half a head apart, in the other one side by side if interleaved.
+        # In the rotated tensor pairs are half a head apart, in the other one side by side if
+        # interleaved.
         other, step = (pair * 2, 1) if INTERLEAVED else (pair, HALF)
         x += head * by_head + (other if DIRECTION == 1 else pair)
         out += head * HALF * 2 + (pair if DIRECTION == 1 else other)

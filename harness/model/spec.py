@@ -1,8 +1,8 @@
 """The one description of a model's modules and tensors, computed from its config (no torch).
 
-It defines how tensor parallelism splits every module, the shape and initial values of every tensor, and the
-groups of FSDP. Layouts, initialization, checkpoints, precision, counts of parameters and FLOPs, and the plan
-read it.
+It defines how tensor parallelism splits every module, the shape and initial values of every tensor,
+and the groups of FSDP. Layouts, initialization, checkpoints, precision, counts of parameters and
+FLOPs, and the plan read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Split(StrEnum):
     ROW = "row"
     """A linear, by input features; its partial output is summed into the residual stream."""
     NORM = "norm"
-    """A norm on the residual stream: replicated; its input is split along the sequence when the stream is."""
+    """A norm on the residual stream: replicated; its input is split along the sequence when the
+    stream is."""
     STREAM = "stream"
     """A linear on the residual stream, position by position: like ``NORM``."""
     HEAD_NORM = "head_norm"
@@ -49,18 +50,21 @@ class Split(StrEnum):
     EXPERTS = "experts"
     """The stacked experts of a mixture; each of their tensors is ``COLUMN`` or ``ROW``."""
     HEAD = "head"
-    """The output projection, by vocabulary; logits stay split for the parallel loss, else are gathered."""
+    """The output projection, by vocabulary; logits stay split for the parallel loss, else are
+    gathered."""
     HEADS = "heads"
     """A parameter with one value per head, split by heads."""
     ENTRY = "entry"
-    """A linear from the model's inputs, which every rank has, to the residual stream; replicated."""
+    """A linear from the model's inputs, which every rank has, to the residual stream;
+    replicated."""
     REPLICATED = "replicated"
     """A linear on something that every rank has and computes alike; replicated."""
     MODULATION = "modulation"
     """A linear from one row per sample to shifts, scales and gates of the residual stream: by output
     features, gathered."""
     OUTPUT = "output"
-    """The projection of the residual stream to the model's outputs: by output features, gathered."""
+    """The projection of the residual stream to the model's outputs: by output features,
+    gathered."""
 
 
 _BY_OUTPUT = (
@@ -206,9 +210,9 @@ def _parametrized(
 def _in_mup(tensor: TensorSpec, base: TensorSpec, stream: float) -> TensorSpec:
     """A tensor with the initial values of muP.
 
-    They are the base model's. Those of hidden matrices are divided by the root of the ratio of their inputs
-    (arXiv:2203.03466, table 8: variance 1 / fan_in for hidden weights, constant for input and output
-    weights).
+    They are the base model's. Those of hidden matrices are divided by the root of the ratio of
+    their inputs (arXiv:2203.03466, table 8: variance 1 / fan_in for hidden weights, constant for
+    input and output weights).
     """
     widths = Widths(stream=stream)
     init = base.init
@@ -286,11 +290,12 @@ def block_prefix(config: ModelConfig, layer: int) -> str:
 def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
     """The FSDP group of every module that FSDP wraps, inner modules before outer ones.
 
-    FSDP gathers the parameters of a group at once. A parameter belongs to the group of the innermost wrapped
-    module around it; "" is the model itself.
+    FSDP gathers the parameters of a group at once. A parameter belongs to the group of the
+    innermost wrapped module around it; "" is the model itself.
 
     Args:
-        experts_apart: whether experts have another mesh than the other parameters, so another group.
+        experts_apart: whether experts have another mesh than the other parameters, so another
+            group.
     """
     return architecture_of(config).fsdp_groups(config, experts_apart=experts_apart)
 
@@ -303,10 +308,10 @@ def pre_norm_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
 class _PreNormBlock:
     """The modules of one pre-norm block.
 
-    Linears are initialized as in torchtitan's Llama 3: a normal of std 0.02 truncated at +-2. Those that
-    write to the residual stream (wo, w2) or gate it (w3) have std 0.02 / sqrt(2 (layer + 1)), so that its
-    variance does not grow with depth. Sinks are initialized as linears (openai/gpt-oss leaves them to
-    training).
+    Linears are initialized as in torchtitan's Llama 3: a normal of std 0.02 truncated at +-2. Those
+    that write to the residual stream (wo, w2) or gate it (w3) have std 0.02 / sqrt(2 (layer + 1)),
+    so that its variance does not grow with depth. Sinks are initialized as linears (openai/gpt-oss
+    leaves them to training).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:

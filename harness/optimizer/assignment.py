@@ -49,8 +49,8 @@ class MatrixGroup:
 def assign(tensors: Sequence[Matrices]) -> list[list[MatrixGroup]]:
     """Give every matrix to one of its holders, so that all have about the same FLOPs.
 
-    The largest units come first, each to the rank with the least work (Graham's rule, longest processing time
-    first). Tensors with different numbers of holders are balanced separately.
+    The largest units come first, each to the rank with the least work (Graham's rule, longest
+    processing time first). Tensors with different numbers of holders are balanced separately.
 
     Returns:
         The units of each round.

@@ -23,8 +23,8 @@ class OwnOptimizer(torch.optim.Optimizer):
     """Base of our optimizers: they compute in float32, and a device can drop their update.
 
     Attributes:
-        found_inf: device scalar; if it is 1, a step changes nothing, without the host knowing. The name is
-            that of torch's fused optimizers. None: every step is applied.
+        found_inf: device scalar; if it is 1, a step changes nothing, without the host knowing. The
+            name is that of torch's fused optimizers. None: every step is applied.
 
     Args:
         groups: parameter groups, with all settings but those of ``defaults``.
@@ -44,7 +44,8 @@ class OwnOptimizer(torch.optim.Optimizer):
     def applied(self) -> Tensor | None:
         """Scalar in float64: 1 if the step is applied, 0 if not. If it is for certain, None on CPUs.
 
-        On GPUs it is then one of the host, because numbers would be constants of the compiled update.
+        On GPUs it is then one of the host, because numbers would be constants of the compiled
+        update.
         """
         if self.found_inf is not None:
             return 1 - self.found_inf.double()

@@ -150,8 +150,8 @@ def build_schedule(
 def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """Return a function from the step (from 0) to the learning rate as a fraction of its peak.
 
-    Warm-up rises linearly and reaches the peak at its last step. The decay starts at the peak and reaches
-    min_lr_factor one step after the last.
+    Warm-up rises linearly and reaches the peak at its last step. The decay starts at the peak and
+    reaches min_lr_factor one step after the last.
     """
     warmup = config.warmup_steps
     decay = steps - warmup if config.decay_ratio is None else round(config.decay_ratio * steps)
@@ -171,8 +171,8 @@ def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
 
 
 EMA = "ema"
-# An average moves by a step of SGD with the gradient (average - weight). Of functions for many tensors, the
-# device can drop only fused optimizers.
+# An average moves by a step of SGD with the gradient (average - weight). Of functions for many
+# tensors, the device can drop only fused optimizers.
 _SGD: dict[str, Any] = {
     "weight_decay": 1,
     "momentum": 0,
@@ -185,10 +185,10 @@ _SGD: dict[str, Any] = {
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Make every step of an optimizer also update the averages of the parameters that it updated.
 
-    The average of a parameter is a state tensor of it, so it is sharded, saved, loaded and resharded like the
-    others: its name in a checkpoint is ``optimizer.state.<name>.ema``. It is the weights after the first
-    step, then ``decay`` times itself plus (1 - ``decay``) times the weights, in float32. A step that the
-    device drops (``found_inf``) does not change it.
+    The average of a parameter is a state tensor of it, so it is sharded, saved, loaded and
+    resharded like the others: its name in a checkpoint is ``optimizer.state.<name>.ema``. It is the
+    weights after the first step, then ``decay`` times itself plus (1 - ``decay``) times the
+    weights, in float32. A step that the device drops (``found_inf``) does not change it.
     """
 
     @torch.no_grad()

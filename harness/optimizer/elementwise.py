@@ -41,12 +41,12 @@ def _rows(tensor: Tensor) -> Tensor:
 class RoundedAdamW(OwnOptimizer):
     """AdamW (groups of kind adam: Adam) in float32, with parameters and state rounded back to their dtypes.
 
-    torch's AdamW keeps the state in the parameter's dtype, and rounds every intermediate value to it unless
-    it is fused. Here one parameter at a time is in float32, on GPUs in registers. Rounding is to nearest:
-    stochastic rounding would use different random numbers on every layout.
+    torch's AdamW keeps the state in the parameter's dtype, and rounds every intermediate value to
+    it unless it is fused. Here one parameter at a time is in float32, on GPUs in registers.
+    Rounding is to nearest: stochastic rounding would use different random numbers on every layout.
 
-    A parameter group has the keys of torch's AdamW: ``betas``, the decays of the running means of gradients
-    and of squared gradients, and ``eps``, added to the root of the second moment.
+    A parameter group has the keys of torch's AdamW: ``betas``, the decays of the running means of
+    gradients and of squared gradients, and ``eps``, added to the root of the second moment.
     """
 
     @torch.no_grad()
@@ -66,7 +66,8 @@ class RoundedAdamW(OwnOptimizer):
     def _allocate(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         if not state:
-            # On the host, which reads the step to compute factors; reading it from a device would wait.
+            # On the host, which reads the step to compute factors; reading it from a device would
+            # wait.
             state["step"] = torch.zeros((), dtype=torch.float32)
             codes = self.state_dtype == torch.uint8
             dtype = torch.float32 if codes and not in_blocks(parameter.shape) else self.state_dtype
@@ -81,8 +82,9 @@ class RoundedAdamW(OwnOptimizer):
         """Increment each parameter's step and return its bias corrections (the means start at 0).
 
         Returns:
-            For each parameter the divisor of the second moment's root, and the corrected learning rate.
-            Numbers; a tensor of both if ``applied`` is one, of 16 bytes, as compiled kernels want to read.
+            For each parameter the divisor of the second moment's root, and the corrected learning
+            rate. Numbers; a tensor of both if ``applied`` is one, of 16 bytes, as compiled kernels
+            want to read.
         """
         beta1, beta2 = group["betas"]
 
@@ -100,7 +102,8 @@ class RoundedAdamW(OwnOptimizer):
                 state["step"] = torch.full((), float(state["step"]), device=applied.device)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [applied.float()] * len(steps))
-        # A step of 0: no step was applied yet, and neither is this one. The clamp avoids a division by 0.
+        # A step of 0: no step was applied yet, and neither is this one. The clamp avoids a division
+        # by 0.
         divisors, rates = at(torch.stack(steps).double().clamp_(min=1))
         return torch.stack((divisors, rates * applied), dim=1).unbind()
 
@@ -201,8 +204,8 @@ def _write(stored: _Stored, computed: Tensor, skipped: Tensor | None) -> None:
 class Lion(OwnOptimizer):
     """Lion (arXiv:2302.06675, algorithm 2).
 
-    The update is the sign of a mean of the gradient and its running mean. One parameter at a time is updated
-    in float32; parameters and state are rounded to their dtypes.
+    The update is the sign of a mean of the gradient and its running mean. One parameter at a time
+    is updated in float32; parameters and state are rounded to their dtypes.
     """
 
     @torch.no_grad()

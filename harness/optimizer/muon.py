@@ -1,10 +1,10 @@
 """Muon on any layout: every matrix is orthogonalized once, by one of the ranks that hold pieces of it.
 
-Parameters, gradients and momentum stay sharded. For each matrix the ranks send their pieces of the update
-to its owner, which orthogonalizes the complete matrix and sends every rank its piece back. Both are one
-all-to-all for all matrices of a round. Per step a rank sends about (1 + 1/replicas) times the size of its
-shards: an all-gather on every rank would send as many times as much as there are ranks. Replicas share the
-matrices too. The orthogonalized matrix does not depend on the layout.
+Parameters, gradients and momentum stay sharded. For each matrix the ranks send their pieces of the
+update to its owner, which orthogonalizes the complete matrix and sends every rank its piece back.
+Both are one all-to-all for all matrices of a round. Per step a rank sends about (1 + 1/replicas)
+times the size of its shards: an all-gather on every rank would send as many times as much as there
+are ranks. Replicas share the matrices too. The orthogonalized matrix does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ MOMENTUM = "momentum_buffer"
 class Muon(OwnOptimizer):
     """Muon with Nesterov's momentum, for matrices and for stacks of matrices.
 
-    One process computes what torch.optim.Muon does. Momentum and parameters are updated in float32 and
-    rounded to their dtypes.
+    One process computes what torch.optim.Muon does. Momentum and parameters are updated in float32
+    and rounded to their dtypes.
 
     Args:
         momentum: decay of the running mean of gradients.
         dtype: dtype of the iterations, and of the pieces that ranks send.
         scale: factor of the learning rate, from the shape of a matrix (``lr_scale``).
-        group: the ranks that hold pieces of these parameters; None for one rank. All of them construct the
-            optimizer, and call ``step``, together.
+        group: the ranks that hold pieces of these parameters; None for one rank. All of them
+            construct the optimizer, and call ``step``, together.
     """
 
     def __init__(
@@ -372,8 +372,8 @@ class _Round:
         """Orthogonalize the matrices that this rank owns, and send the pieces to all holders.
 
         Args:
-            arriving: exchanges, of which the first one is this round's. It is removed here, because an
-                argument can live until this returns: TorchDynamo's evaluator of frames keeps it.
+            arriving: exchanges, of which the first one is this round's. It is removed here, because
+                an argument can live until this returns: TorchDynamo's evaluator of frames keeps it.
         """
         received = arriving.pop(0).wait()
         updates: dict[MatrixGroup, Tensor] = {}

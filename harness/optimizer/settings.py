@@ -1,7 +1,7 @@
 """How each tensor is updated, from its description and the config (no torch).
 
-``tensor_settings`` is the one place that decides: the optimizer's parameter groups, the plan and the rules of
-a job read it.
+``tensor_settings`` is the one place that decides: the optimizer's parameter groups, the plan and
+the rules of a job read it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class TensorSettings:
 def tensor_settings(config: OptimizerConfig, tensor: TensorSpec) -> TensorSettings:
     """Return the settings of a tensor: those of its role, changed by the groups that match its name.
 
-    Of several groups that set the same field the last one applies. ``lr_factor`` of a group multiplies the
-    factor of the tensor's role. Weight decay is divided by the factor of the role: per step a matrix shrinks
-    by the same fraction at every width (arXiv:2405.13698; arXiv:2505.01618, table 1).
+    Of several groups that set the same field the last one applies. ``lr_factor`` of a group
+    multiplies the factor of the tensor's role. Weight decay is divided by the factor of the role:
+    per step a matrix shrinks by the same fraction at every width (arXiv:2405.13698;
+    arXiv:2505.01618, table 1).
     """
     settings = role = _role_settings(config, tensor)
     for group in config.groups:
@@ -91,7 +92,8 @@ def _role_settings(config: OptimizerConfig, tensor: TensorSpec) -> TensorSetting
         lr_factor=_mup_factor(config, kind, tensor),
         weight_decay=0.0 if tensor.is_vector else config.weight_decay,
         betas=(config.beta1, config.beta2),
-        # The gradients of all tensors are inversely proportional to the width (arXiv:2505.01618, table 1).
+        # The gradients of all tensors are inversely proportional to the width (arXiv:2505.01618,
+        # table 1).
         eps=config.eps / tensor.widths.stream,
     )
 
@@ -100,8 +102,8 @@ def _mup_factor(config: OptimizerConfig, kind: str, tensor: TensorSpec) -> float
     """muP's factor of a tensor's learning rate; 1 without muP, and for tensors that are no hidden matrices.
 
     Adam and Lion: 1 / inputs (arXiv:2203.03466, table 8). Muon: the spectral norm of an update is
-    proportional to sqrt(outputs / inputs) (arXiv:2310.17813, condition 1); its ``lr_scale`` is taken into
-    account. Widths are divided by the base model's.
+    proportional to sqrt(outputs / inputs) (arXiv:2310.17813, condition 1); its ``lr_scale`` is
+    taken into account. Widths are divided by the base model's.
     """
     widths = tensor.widths
     if not tensor.is_hidden_matrix:
@@ -177,8 +179,9 @@ def check_groups(config: OptimizerConfig, tensors: Mapping[str, TensorSpec]) -> 
     """Check ``optimizer.groups`` against the model's tensors.
 
     Raises:
-        ConfigError: an unknown key, a value outside its range, an invalid regular expression, a group that
-            matches no tensor, betas that nothing uses, or a vector for an optimizer of matrices.
+        ConfigError: an unknown key, a value outside its range, an invalid regular expression, a
+            group that matches no tensor, betas that nothing uses, or a vector for an optimizer of
+            matrices.
     """
     trained = [tensor for tensor in tensors.values() if not tensor.is_buffer]
     for index, plain in enumerate(config.groups):

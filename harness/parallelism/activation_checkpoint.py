@@ -1,7 +1,7 @@
 """Activation checkpointing: of every block, of every n-th block, or selective by operation.
 
-Only the inside of a block's forward is recomputed. FSDP's hooks are outside and run once. The model has no
-dropout, so no random state is restored.
+Only the inside of a block's forward is recomputed. FSDP's hooks are outside and run once. The model
+has no dropout, so no random state is restored.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from harness.config.parallelism import ParallelismConfig
 from harness.config.training import ActivationCheckpointConfig, CompileConfig
 from harness.model.part import ModelPart
 
-# Always saved. topk: recomputed routing could choose other experts. sort: many kernels for few bytes, the
-# order of rows. on_host: the host would wait again for values that it already has.
+# Always saved. topk: recomputed routing could choose other experts. sort: many kernels for few
+# bytes, the order of rows. on_host: the host would wait again for values that it already has.
 ALWAYS_SAVED = {"aten.topk.default", "aten.sort.stable", "harness.on_host.default"}
-# Where experts are an FSDP group with its own hooks, torch's profiler annotations are operations inside a
-# block. Recomputation records different ones, because parameters are already gathered then.
+# Where experts are an FSDP group with its own hooks, torch's profiler annotations are operations
+# inside a block. Recomputation records different ones, because parameters are already gathered
+# then.
 SAC_IGNORED_OPS |= {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -47,8 +48,8 @@ SAVED = {
     "torch_attn._varlen_attn.default",
     "flex_attention",
     "harness.ring_attention.default",
-    # Collectives whose outputs are no larger than their inputs. An all-gather's output is larger by the
-    # number of ranks, so it is repeated (arXiv:2205.05198, section 4.2.2).
+    # Collectives whose outputs are no larger than their inputs. An all-gather's output is larger by
+    # the number of ranks, so it is repeated (arXiv:2205.05198, section 4.2.2).
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
     "_c10d_functional.all_to_all_single.default",
@@ -76,10 +77,10 @@ def apply_activation_checkpoint(
     """Make the blocks of a model part recompute their activations in backward, in place.
 
     Args:
-        splits_backward: whether the pipeline takes gradients in two passes. The first one recomputes, and
-            the tensors are kept for the second.
-        in_pieces: whether blocks with experts are compiled in pieces. Operations are saved by the compiler in
-            the first half, and one by one between the pieces of the second.
+        splits_backward: whether the pipeline takes gradients in two passes. The first one
+            recomputes, and the tensors are kept for the second.
+        in_pieces: whether blocks with experts are compiled in pieces. Operations are saved by the
+            compiler in the first half, and one by one between the pieces of the second.
     """
     if config.mode in ("none", "memory_budget"):
         return
@@ -105,8 +106,9 @@ def wraps_compiled_blocks(
 ) -> bool:
     """Whether checkpointing wraps the compiled block instead of being compiled with it.
 
-    Inside the graph, recomputed DTensor operations need their mesh. torch 2.13 counts the mesh among the
-    tensors to save and fails: "expected all tensors_saved_with_vc_check to be Tensors" (runtime_wrappers.py).
+    Inside the graph, recomputed DTensor operations need their mesh. torch 2.13 counts the mesh
+    among the tensors to save and fails: "expected all tensors_saved_with_vc_check to be Tensors"
+    (runtime_wrappers.py).
     """
     return compiler.blocks and layout.tp > 1 and config.mode in ("full", "selective_layer")
 
@@ -139,8 +141,8 @@ class _AllRecomputed(Exception):
 def _recomputed_once(forward: Callable[[], Any], saving: Any, recomputing: Any) -> Any:
     """Call ``forward``; recompute it when backward reads the first of its tensors, and keep all of them.
 
-    torch's ``checkpoint`` recomputes again for every call of autograd, which a split backward pass makes for
-    the inputs and then for each group of weights.
+    torch's ``checkpoint`` recomputes again for every call of autograd, which a split backward pass
+    makes for the inputs and then for each group of weights.
 
     Args:
         saving: context manager of the call.

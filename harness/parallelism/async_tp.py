@@ -82,7 +82,8 @@ def describe_fused(counts: Mapping[str, int]) -> str:
 def avoid_copies(async_tp: bool) -> None:
     """Let torch gather and scatter the sequence of a single sample as views, which needs no copies.
 
-    torch 2.13 does so for gathers alone. Its pass for async_tp finds only gathers and scatters with copies.
+    torch 2.13 does so for gathers alone. Its pass for async_tp finds only gathers and scatters with
+    copies.
     """
     for name, function in (
         ("_maybe_view_chunk_cat", _join_chunks),

@@ -1,8 +1,8 @@
 """Expert load statistics, and the routing biases that balance the load.
 
-Every rank counts the tokens it routes. Once a step the counts of all layers are summed over the world, so all
-ranks have the same counts, also of layers they do not hold. Then every layer's balancing bias is updated
-(auxiliary-loss-free balancing, arXiv:2408.15664).
+Every rank counts the tokens it routes. Once a step the counts of all layers are summed over the
+world, so all ranks have the same counts, also of layers they do not hold. Then every layer's
+balancing bias is updated (auxiliary-loss-free balancing, arXiv:2408.15664).
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ LOADS = (
 class Balance:
     """Load counts and balancing biases of all MoE layers; a collective object, one per rank.
 
-    It also sets the routers' scale of the auxiliary loss, so that the loss is a mean over the global batch.
+    It also sets the routers' scale of the auxiliary loss, so that the loss is a mean over the
+    global batch.
 
     Attributes:
-        load_ME: tokens routed to each expert in the last step, over the world, int64; None before the first.
+        load_ME: tokens routed to each expert in the last step, over the world, int64; None before
+            the first.
     """
 
     def __init__(self, job: Job, parts: Sequence[ModelPart], device: torch.device) -> None:
@@ -58,8 +60,8 @@ class Balance:
         self.parts = parts
         self.device = device
         self.rows = {layer: row for row, layer in enumerate(job.model.expert_layers)}
-        # Ranks that split every expert route the same tokens: each token is counted that many times, and the
-        # gradient of an auxiliary loss is summed over these ranks.
+        # Ranks that split every expert route the same tokens: each token is counted that many
+        # times, and the gradient of an auxiliary loss is summed over these ranks.
         self.copies = job.parallelism.tp if job.parallelism.splits_experts else 1
         self.set_rows(job.global_batch_size)
         self.load_ME: Tensor | None = None

@@ -18,8 +18,8 @@ _PIECE = 4096
 def reduce_partial_gradients(parameters: Iterable[Tensor]) -> None:
     """Redistribute every gradient to its parameter's placements.
 
-    A replicated parameter applied to a split sequence (a norm under sequence parallel) has a partial gradient
-    on every rank. Where FSDP does not sum these, this function does.
+    A replicated parameter applied to a split sequence (a norm under sequence parallel) has a
+    partial gradient on every rank. Where FSDP does not sum these, this function does.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -32,8 +32,9 @@ def reduce_partial_gradients(parameters: Iterable[Tensor]) -> None:
 def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
     """This rank's contribution to every gradient's squared 2-norm, in the order of the parameters.
 
-    Each rank divides the squares of its local shard by the number of ranks that hold the same shard. So one
-    sum over the world is correct for any mix of sharded, replicated and pipelined parameters.
+    Each rank divides the squares of its local shard by the number of ranks that hold the same
+    shard. So one sum over the world is correct for any mix of sharded, replicated and pipelined
+    parameters.
 
     Returns:
         float64 vector on ``device``, 0 where there is no gradient.
@@ -68,10 +69,11 @@ def copy_async(tensor: Tensor, device: torch.device) -> Tensor:
 def squares_of(tensors: list[Tensor]) -> Tensor:
     """Sum of squares of the elements of each tensor, float64.
 
-    On a CPU a float32 norm of 4 million normal elements is 1e-4 too small. Smaller shards have a smaller
-    error, so layouts would seem to differ. Converting to float64 takes eight times as long. Norms of short
-    pieces, summed in float64, are as fast as a float32 norm and accurate to 1e-8. Norms are float32 also for
-    bfloat16 gradients, where they would have eight bits and depend on the sharding (pytorch#194033).
+    On a CPU a float32 norm of 4 million normal elements is 1e-4 too small. Smaller shards have a
+    smaller error, so layouts would seem to differ. Converting to float64 takes eight times as long.
+    Norms of short pieces, summed in float64, are as fast as a float32 norm and accurate to 1e-8.
+    Norms are float32 also for bfloat16 gradients, where they would have eight bits and depend on
+    the sharding (pytorch#194033).
     """
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     if nonempty and nonempty[0].device.type != "cpu":

@@ -43,18 +43,20 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     options.accumulated_recompile_limit = max(
         options.accumulated_recompile_limit, options.recompile_limit
     )
-    # Beyond the limit torch runs eagerly: FlexAttention then materializes all scores. Who suppresses errors
-    # wants that.
+    # Beyond the limit torch runs eagerly: FlexAttention then materializes all scores. Who
+    # suppresses errors wants that.
     options.fail_on_recompile_limit_hit = not options.suppress_errors
     recompute = job.activation_checkpoint
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
-    # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size; it is 0.
+    # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size;
+    # it is 0.
     torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if layout.tp > 1:
-        # torch 2.13 looks traced graphs up by the mesh of their DTensors, which ranks have in common; but in
-        # the loss of a split vocabulary each rank has its own rows, and would get another rank's graph
-        # (github.com/pytorch/pytorch/issues/188390). Kernels stay cached, by their source.
+        # torch 2.13 looks traced graphs up by the mesh of their DTensors, which ranks have in
+        # common; but in the loss of a split vocabulary each rank has its own rows, and would get
+        # another rank's graph (github.com/pytorch/pytorch/issues/188390). Kernels stay cached, by
+        # their source.
         torch._functorch.config.enable_autograd_cache = False
         torch._functorch.config.enable_remote_autograd_cache = False
     # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
@@ -75,8 +77,8 @@ def apply_compile(
     if not config.blocks:
         return
     for entry in part.entries if layout.tp > 1 else ():
-        # A compiled block must not take the result of an unfinished collective: backward would get another
-        # tensor type than was traced (torch 2.13).
+        # A compiled block must not take the result of an unfinished collective: backward would get
+        # another tensor type than was traced (torch 2.13).
         entry.register_forward_hook(_wait)
     # By default torch compiles the second length for all lengths, which is slower.
     dynamic = None if lengths == 1 else False
@@ -87,9 +89,9 @@ def apply_compile(
         if block.moe is None or not layout.has_expert_mesh:
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
             continue
-        # Expert parallelism cannot be in a graph: the host reads the number of rows to exchange, and experts
-        # are an FSDP group with its own hooks. The parts around it are compiled; the choice of experts is
-        # between them, so that recomputation finds it saved.
+        # Expert parallelism cannot be in a graph: the host reads the number of rows to exchange,
+        # and experts are an FSDP group with its own hooks. The parts around it are compiled; the
+        # choice of experts is between them, so that recomputation finds it saved.
         moe = block.moe
         pieces = [(block, "attend"), (moe.router, "score"), (moe.router, "weigh"), (moe, "arrange")]
         if moe.shared_experts is not None:

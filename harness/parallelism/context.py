@@ -1,8 +1,8 @@
 """Context parallelism: the sequence is split over ranks; only attention needs the other ranks' positions.
 
-Everything else in a decoder works on one position at a time. So each rank selects its positions of inputs
-and labels (once, where a batch enters: ``local_positions_of``) and of the rotation table. Attention gets a
-kernel that exchanges keys and values with the other ranks.
+Everything else in a decoder works on one position at a time. So each rank selects its positions of
+inputs and labels (once, where a batch enters: ``local_positions_of``) and of the rotation table.
+Attention gets a kernel that exchanges keys and values with the other ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from harness.model.kernels import AttentionSpec, Kernel
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 
-# B: batch, T: sequence, S: sequence of one rank, H: query heads, K: key and value heads, D: head width
+# B: batch, T: sequence, S: sequence of one rank, H: query heads, K: key and value heads, D: head
+# width
 
 
 def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig) -> None:
@@ -55,8 +56,8 @@ def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfi
 def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tensor:
     """Positions of the sequence that a context-parallel rank works on, in its order.
 
-    Late positions attend to more keys than early ones. With load balancing, rank r has the r-th chunk from
-    the head and the r-th from the tail, which is the same work on all ranks.
+    Late positions attend to more keys than early ones. With load balancing, rank r has the r-th
+    chunk from the head and the r-th from the tail, which is the same work on all ranks.
     """
     positions = torch.arange(seq_len)
     if not layout.balances_context:
@@ -156,11 +157,11 @@ class UlyssesAttention(Kernel):
 
 
 # Ring attention as one custom operator. torch implements causal ring attention in
-# `_templated_ring_attention`: keys and values rotate over the ranks and partial results are merged by their
-# log-sum-exps (arXiv:2310.01889). Its public interface replaces scaled_dot_product_attention for the entire
-# process, and supports CUDA kernels only. So the function is called directly here, with the kernel of the
-# device, as one operator that is opaque to compile and recomputation. Keys and values are sent without being
-# repeated for grouped queries.
+# `_templated_ring_attention`: keys and values rotate over the ranks and partial results are merged
+# by their log-sum-exps (arXiv:2310.01889). Its public interface replaces
+# scaled_dot_product_attention for the entire process, and supports CUDA kernels only. So the
+# function is called directly here, with the kernel of the device, as one operator that is opaque to
+# compile and recomputation. Keys and values are sent without being repeated for grouped queries.
 
 aten = torch.ops.aten
 
@@ -176,8 +177,8 @@ def ring_attention(
 
     Args:
         group: name of the process group.
-        balanced: whether each rank has one chunk of the sequence's head and one of its tail; else rank r has
-            the r-th chunk.
+        balanced: whether each rank has one chunk of the sequence's head and one of its tail; else
+            rank r has the r-th chunk.
         rotation: a value of parallelism.cp_rotate_method.
 
     Returns:
@@ -297,7 +298,8 @@ class _Kernel(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, ...]]
     """Map (queries, keys, values, is_causal) to (output, log-sum-exps)."""
     backward: Callable[..., tuple[Tensor, ...]]
-    """Map (grad_out, queries, keys, values, output, log-sum-exps, is_causal) to the three gradients."""
+    """Map (grad_out, queries, keys, values, output, log-sum-exps, is_causal) to the three
+    gradients."""
 
 
 def _kernel(query: Tensor) -> _Kernel:
@@ -327,7 +329,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Te
 def _flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    # The None arguments are sequence boundaries (varlen only); random states are read for dropout only.
+    # The None arguments are sequence boundaries (varlen only); random states are read for dropout
+    # only.
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     return aten._scaled_dot_product_flash_attention_backward(
         *(

@@ -30,8 +30,9 @@ class Executor(Protocol):
     def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
         """Accumulate the batch's gradients; return its losses [L], 0 on ranks that do not compute one.
 
-        The first loss is that of the next token. With multi-token prediction the second is that of the token
-        after it; its weight applies in backward only. ``last``: this is the step's last batch.
+        The first loss is that of the next token. With multi-token prediction the second is that of
+        the token after it; its weight applies in backward only. ``last``: this is the step's last
+        batch.
         """
         ...
 
@@ -43,7 +44,8 @@ class Executor(Protocol):
         """Score each row: the log-probability of its labels, and the number of those not chosen greedily.
 
         Returns:
-            float64 [B, 2], without gradients: this rank's positions, 0 on ranks that compute no loss.
+            float64 [B, 2], without gradients: this rank's positions, 0 on ranks that compute no
+            loss.
         """
         ...
 
@@ -83,8 +85,8 @@ def set_length(
 def shift_by_one(batch: Batch) -> Batch:
     """The batch that multi-token prediction uses: each position has the next position's input and label.
 
-    Labels are ignored where the batch ignores them, at the last position, and, if the batch has document
-    numbers, where the next position is in another document.
+    Labels are ignored where the batch ignores them, at the last position, and, if the batch has
+    document numbers, where the next position is in another document.
     """
     inputs_BT = batch.inputs_BT.roll(-1, 1)
     labels_BT = batch.labels_BT.roll(-1, 1)
@@ -122,8 +124,8 @@ class DirectExecutor:
                 elif self.in_head:
                     losses = total = self.part(batch.inputs_BT, batch.labels_BT, batch.documents_BT)
                 else:
-                    # No variable holds the logits, so that they are freed before backward allocates their
-                    # gradient: with a large vocabulary they are the largest tensor.
+                    # No variable holds the logits, so that they are freed before backward allocates
+                    # their gradient: with a large vocabulary they are the largest tensor.
                     losses = total = self.loss(
                         self.part(batch.inputs_BT, documents_BT=batch.documents_BT), batch.labels_BT
                     )
@@ -206,7 +208,8 @@ class PipelineExecutor:
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None
         losses: list[Tensor] | None = [] if self.holds_last else None
-        # Keywords are passed to every stage of this rank, split into microbatches; only the head uses labels.
+        # Keywords are passed to every stage of this rank, split into microbatches; only the head
+        # uses labels.
         keywords = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
         if self.in_head and self.holds_last:
             keywords["labels_BT"] = batch.labels_BT

@@ -1,9 +1,10 @@
 """Expert parallelism: ranks have different experts, and rows are sent to their experts.
 
-Each rank routes its own tokens. One all-to-all sends rows to the ranks with their experts, and another
-returns the outputs (GShard, arXiv:2006.16668, section 3.2). No tokens are dropped, so message sizes vary.
-With tensor parallelism, either every rank of it routes its part of the sequence, or each routes the full
-sequence and has a part of every expert (``expert_tensor_parallel``).
+Each rank routes its own tokens. One all-to-all sends rows to the ranks with their experts, and
+another returns the outputs (GShard, arXiv:2006.16668, section 3.2). No tokens are dropped, so
+message sizes vary. With tensor parallelism, either every rank of it routes its part of the
+sequence, or each routes the full sequence and has a part of every expert
+(``expert_tensor_parallel``).
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ class ExpertExchange(Exchange):
     def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[list[int]]]:
         """Numbers of rows to send to each rank, and to receive from it for each expert.
 
-        The host needs them for the all-to-all: the only place where it waits for the device, once per layer
-        and pass. A recomputed layer has them saved.
+        The host needs them for the all-to-all: the only place where it waits for the device, once
+        per layer and pass. A recomputed layer has them saved.
         """
         table = on_host(torch.cat((given.sum(1, keepdim=True), got), 1)).tolist()
         return [row[0] for row in table], [row[1:] for row in table]

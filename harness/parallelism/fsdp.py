@@ -1,10 +1,10 @@
 """Data parallelism by FSDP2: sharded (FSDP), replicated (DDP), or both (HSDP), in one mechanism.
 
-A replicated axis is the outer dimension of FSDP's two-dimensional mesh, so DDP is the mesh (N, 1): each
-block's gradients are all-reduced while the next block's are computed, it composes with tensor and pipeline
-parallelism, and all use the same mixed precision policy. Gradients are *summed*: the loss is already divided
-by the global number of tokens. Parameters are also sharded over context-parallel ranks, because each has
-only the gradients of its positions.
+A replicated axis is the outer dimension of FSDP's two-dimensional mesh, so DDP is the mesh (N, 1):
+each block's gradients are all-reduced while the next block's are computed, it composes with tensor
+and pipeline parallelism, and all use the same mixed precision policy. Gradients are *summed*: the
+loss is already divided by the global number of tokens. Parameters are also sharded over
+context-parallel ranks, because each has only the gradients of its positions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
     layout = job.parallelism
     precision = job.precision
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
-    # Inputs are not cast: activations already have param_dtype, and the rotation table must stay float32.
+    # Inputs are not cast: activations already have param_dtype, and the rotation table must stay
+    # float32.
     dtype: torch.dtype = getattr(torch, precision.param_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
@@ -101,7 +102,8 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
         [each for each in module.modules() if isinstance(each, FSDPModule)] for module in order
     ]
     for i, module in enumerate(order):
-        # Experts make the host wait, so what comes after them is gathered before. Backward has no waits.
+        # Experts make the host wait, so what comes after them is gathered before. Backward has no
+        # waits.
         if layout.ep > 1 or ahead > 1:
             module.set_modules_to_forward_prefetch([*chain(*inside[i + 1 : i + 1 + ahead])])
         if ahead > 1:
@@ -127,8 +129,9 @@ def _cast_by_copy(module: FSDPModule, dtype: torch.dtype) -> None:
 class InPlace(ReduceScatter):
     """The reduction of a rank that is alone: torch's input and output are one tensor, so nothing is copied.
 
-    torch asks for the input on the stream of backward, which writes it, then for the output on its own
-    stream, where it adds gradients and calls hooks. It frees the input when the next group is reduced.
+    torch asks for the input on the stream of backward, which writes it, then for the output on its
+    own stream, where it adds gradients and calls hooks. It frees the input when the next group is
+    reduced.
     """
 
     buffer: Tensor | None = None
@@ -158,8 +161,8 @@ class InPlace(ReduceScatter):
 def reshard(part: nn.Module) -> None:
     """Free all gathered parameters of a model part, after a forward pass without a backward pass.
 
-    FSDP also forgets the order of that pass: by it the next backward pass would gather the head once more,
-    for nothing, and torch 2.13 would not wait for it.
+    FSDP also forgets the order of that pass: by it the next backward pass would gather the head
+    once more, for nothing, and torch 2.13 would not wait for it.
     """
     if isinstance(part, FSDPModule):
         part.reset_iter_state()
@@ -168,8 +171,8 @@ def reshard(part: nn.Module) -> None:
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:
     """Set whether the next backward pass reduces gradients.
 
-    Gradients are reduce-scattered every pass, which bounds their memory; between replicas they are summed
-    once per step.
+    Gradients are reduce-scattered every pass, which bounds their memory; between replicas they are
+    summed once per step.
     """
     if not isinstance(part, FSDPModule):
         return

@@ -35,9 +35,9 @@ class Loss(Protocol):
 class TokenLoss:
     """Cross entropy summed over valid tokens and divided by ``denominator``.
 
-    The denominator is the number of valid tokens of the optimizer step, over all data-parallel ranks and
-    microbatches; it is set before the step's first forward pass. So no layout computes a mean of means, and
-    every framework's own averaging is disabled.
+    The denominator is the number of valid tokens of the optimizer step, over all data-parallel
+    ranks and microbatches; it is set before the step's first forward pass. So no layout computes a
+    mean of means, and every framework's own averaging is disabled.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ def token_scores(
         vocabulary: the tp axis when logits are split by vocabulary.
 
     Returns:
-        float64 [N, 2]. As ``argmax`` does, the first of equally probable tokens counts as the most probable.
+        float64 [N, 2]. As ``argmax`` does, the first of equally probable tokens counts as the most
+        probable.
     """
     logits_NV = logits_NV.float()
     group = None
@@ -163,14 +164,17 @@ def token_scores(
     return scores_N2 * (labels_N != IGNORE_INDEX).unsqueeze(1)
 
 
-# Output projection fused with cross entropy, in chunks of rows: the full logits are never in memory.
+# Output projection fused with cross entropy, in chunks of rows: the full logits are never in
+# memory.
 #
-# At a vocabulary of 128,256 the logits of 8192 tokens are 4.2 GB in float32, and a plain loss holds three
-# such tensors at once. Here a chunk's gradient is computed right after its logits, as in Liger Kernel
-# (arXiv:2410.10989, section 3.2), so nothing of a chunk is saved or recomputed. Instead the gradient of the
-# projection is kept, in float32: chunks are added to it, and a bfloat16 sum would be rounded each time.
+# At a vocabulary of 128,256 the logits of 8192 tokens are 4.2 GB in float32, and a plain loss holds
+# three such tensors at once. Here a chunk's gradient is computed right after its logits, as in
+# Liger Kernel (arXiv:2410.10989, section 3.2), so nothing of a chunk is saved or recomputed.
+# Instead the gradient of the projection is kept, in float32: chunks are added to it, and a bfloat16
+# sum would be rounded each time.
 
-# N: rows (tokens) of a chunk or of all, C: residual width, V: vocabulary (of this rank, when it is split)
+# N: rows (tokens) of a chunk or of all, C: residual width, V: vocabulary (of this rank, when it is
+# split)
 
 
 class ChunkedLoss:
@@ -305,9 +309,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A zero-bubble schedule calls this twice, once for each gradient. The multiplication is in float32
-        # (a loss weight of 0.3 would be 0.3008 in bfloat16, a systematic factor and not noise), on GPUs
-        # without a copy of the gradient in it.
+        # A zero-bubble schedule calls this twice, once for each gradient. The multiplication is in
+        # float32 (a loss weight of 0.3 would be 0.3008 in bfloat16, a systematic factor and not
+        # noise), on GPUs without a copy of the gradient in it.
         dtypes = ctx.saved_tensors[0].dtype, ctx.weight_dtype
         scaled = (
             torch.mul(each, grad.view(1, 1), out=torch.empty_like(each, dtype=dtype))
@@ -333,8 +337,8 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The rows' cross entropies times ``scale``, and the gradient of their sum by the logits, both float32.
 
-    With a group, the vocabulary is split over its ranks: row maxima, sums and the labels' logits are
-    all-reduced (Megatron-LM's vocabulary-parallel cross entropy, arXiv:1909.08053, section 3).
+    With a group, the vocabulary is split over its ranks: row maxima, sums and the labels' logits
+    are all-reduced (Megatron-LM's vocabulary-parallel cross entropy, arXiv:1909.08053, section 3).
     """
     logits_NV = logits_NV.float()  # in place from here on: one copy of a chunk in memory
     is_local_N = (labels_N >= 0) & (labels_N < logits_NV.shape[1])

@@ -22,8 +22,8 @@ def materialize(
 
     Args:
         part: a part on meta; its parameters may be DTensors.
-        device: where the part computes. Values are generated there even if parameters are stored elsewhere,
-            so that offloading does not change a run.
+        device: where the part computes. Values are generated there even if parameters are stored
+            elsewhere, so that offloading does not change a run.
         parameter_device: where parameters are stored.
     """
     allocate(part, device, parameter_device)
@@ -67,8 +67,8 @@ def shard_ranges(
 ) -> list[range]:
     """The indices of the shard at a coordinate of the mesh, in every dimension of the full tensor.
 
-    FSDP over tensor parallel is a "strided" shard: its mesh axis is the outer one, but it splits after
-    tensor parallel.
+    FSDP over tensor parallel is a "strided" shard: its mesh axis is the outer one, but it splits
+    after tensor parallel.
     """
     ranges = [range(size) for size in shape]
     ordered = sorted(enumerate(placements), key=lambda p: type(p[1]).__name__ == "_StridedShard")
@@ -89,12 +89,12 @@ def _slices(ranges: list[range]) -> tuple[slice, ...]:
 def draw(name: str, shape: tuple[int, ...], init: Init, seed: int, device: torch.device) -> Tensor:
     """Generate the full initial value of one parameter, float32, by a generator of its own.
 
-    The seed is the run's and the name. So values depend neither on the layout nor on the order in which
-    modules are built, and no seed checkpoint is needed to compare layouts. They do depend on the kind of
-    device: torch's generators of CPUs and GPUs are different.
+    The seed is the run's and the name. So values depend neither on the layout nor on the order in
+    which modules are built, and no seed checkpoint is needed to compare layouts. They do depend on
+    the kind of device: torch's generators of CPUs and GPUs are different.
 
-    Experts' values are generated one expert at a time, under the parameter's name and the expert's number
-    (``...experts.w1.7``), because no rank needs all of them.
+    Experts' values are generated one expert at a time, under the parameter's name and the expert's
+    number (``...experts.w1.7``), because no rank needs all of them.
     """
     full = torch.empty(shape, dtype=torch.float32, device=device)
     if not init.std:

@@ -24,10 +24,10 @@ and with expert_tensor_parallel ranks that split every expert."""
 class Mesh:
     """A named device mesh.
 
-    Axes of degree 1 have no process group, which saves startup time. Instead of dp_shard and cp the mesh has
-    one axis ``shard`` for both: context-parallel ranks have partial gradients, like ranks with different
-    sequences, so FSDP treats both alike. The axis always exists, because FSDP also implements mixed precision
-    where nothing is sharded.
+    Axes of degree 1 have no process group, which saves startup time. Instead of dp_shard and cp the
+    mesh has one axis ``shard`` for both: context-parallel ranks have partial gradients, like ranks
+    with different sequences, so FSDP treats both alike. The axis always exists, because FSDP also
+    implements mixed precision where nothing is sharded.
     """
 
     device_mesh: DeviceMesh

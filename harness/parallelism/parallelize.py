@@ -70,7 +70,8 @@ def build_on_meta(
         # Precision before tensor parallel, which splits the swapped modules.
         if converted:
             swap_linears(part, converted, job.precision, device)
-        # Tensor parallel before FSDP: FSDP shards the tensor-parallel shards, and gathers only up to those.
+        # Tensor parallel before FSDP: FSDP shards the tensor-parallel shards, and gathers only up
+        # to those.
         if layout.tp > 1 and plain:
             apply_for_passes(part, mesh.axis("tp"))
         elif layout.tp > 1:
@@ -87,8 +88,8 @@ def build_on_meta(
         # Context parallel after the kernel is chosen: it replaces or wraps the kernel.
         if layout.cp > 1:
             apply_context_parallel(part, mesh, layout)
-        # Activation checkpointing next: it recomputes the collectives of tensor and context parallel too.
-        # Compile after it, so that the partitioner knows what is recomputed.
+        # Activation checkpointing next: it recomputes the collectives of tensor and context
+        # parallel too. Compile after it, so that the partitioner knows what is recomputed.
         recompute = partial(
             apply_activation_checkpoint,
             part,

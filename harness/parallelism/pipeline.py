@@ -30,9 +30,9 @@ from harness.util.errors import LostGradientError, UserError
 class Stage(PipelineStage):
     """A stage whose split backward pass works with parameters that FSDP frees after forward.
 
-    torch looks up the module's parameters in the autograd graph. If FSDP has freed the gathered parameters
-    after forward, the module has their shards, which are in no graph, and gradients are lost without an
-    error. So the parameters are gathered before either half of the backward pass.
+    torch looks up the module's parameters in the autograd graph. If FSDP has freed the gathered
+    parameters after forward, the module has their shards, which are in no graph, and gradients are
+    lost without an error. So the parameters are gathered before either half of the backward pass.
     """
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +60,8 @@ class Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # After the weight pass, some gradients of a group are in reduce_dtype and others still in
-        # param_dtype, and FSDP refuses to reduce them together. Its post_backward without synchronization
-        # converts all of them to reduce_dtype.
+        # param_dtype, and FSDP refuses to reduce them together. Its post_backward without
+        # synchronization converts all of them to reduce_dtype.
         for module in self._fsdp_modules():
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
@@ -189,8 +189,8 @@ def _forward_of(action: _Action) -> list[_Action]:
 def boundary(job: Job, mesh: Mesh, part: ModelPart, index: int, entering: bool) -> Tensor:
     """Meta tensor with the shape and dtype of a stage's input or output on this rank, for one microbatch.
 
-    With it torch needs no trial forward and backward pass to infer shapes. ``requires_grad`` marks the
-    tensors whose gradients are sent back.
+    With it torch needs no trial forward and backward pass to infer shapes. ``requires_grad`` marks
+    the tensors whose gradients are sent back.
     """
     layout = job.parallelism
     batch = layout.pp_microbatch_size

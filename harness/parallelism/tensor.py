@@ -1,7 +1,8 @@
 """Tensor parallelism: applies the ``Split`` of every module in ``model/spec.py``.
 
-Megatron's column-row pairs (arXiv:1909.08053) with the residual stream split along the sequence between
-them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. ``tensor_styles.py`` has the styles.
+Megatron's column-row pairs (arXiv:1909.08053) with the residual stream split along the sequence
+between them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. ``tensor_styles.py``
+has the styles.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def apply_tensor_parallel(
     avoid_copies(layout.async_tp)
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
-    # Linears and norms of other kinds compute on plain tensors, or were converted to another format.
+    # Linears and norms of other kinds compute on plain tensors, or were converted to another
+    # format.
     styles: dict[Split, Callable[[], ParallelStyle | None]] = {
         Split.VOCABULARY: lambda: VocabularyParallel(stream),
         Split.ENTRY: lambda: entry(stream),

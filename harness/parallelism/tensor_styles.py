@@ -1,7 +1,8 @@
 """How a module computes on its shard: the styles that tensor parallelism gives to modules.
 
-Modules pass plain local tensors to each other, so that pipeline, checkpointing and compile see nothing of it;
-parameters are DTensors. Where torch's own styles lack a rule or cost a copy, these are ours.
+Modules pass plain local tensors to each other, so that pipeline, checkpointing and compile see
+nothing of it; parameters are DTensors. Where torch's own styles lack a rule or cost a copy, these
+are ours.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def _to_local(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
 class Distributed(ParallelStyle):
     """A module with DTensors for parameters; the arguments are those of torch's ``distribute_module``.
 
-    Parameters that ``partition`` does not split are replicated: the optimizer could not update plain
-    parameters and DTensors in one foreach call.
+    Parameters that ``partition`` does not split are replicated: the optimizer could not update
+    plain parameters and DTensors in one foreach call.
     """
 
     def __init__(self, partition: Any = None, enter: Any = None, leave: Any = None) -> None:
@@ -75,7 +76,8 @@ class Distributed(ParallelStyle):
 class RegionParallel(ParallelStyle):
     """A module whose first input is gathered along the sequence if the stream is split.
 
-    Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an all-reduce.
+    Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an
+    all-reduce.
 
     Args:
         cast: applied to the input before it is gathered; the module then takes a DTensor.
@@ -185,7 +187,8 @@ def modulation(stream: Placement) -> Distributed:
 def head_with_loss(stream: Placement) -> Distributed:
     """Style of the output projection split by vocabulary, which computes the loss on plain local tensors.
 
-    Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's placement.
+    Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's
+    placement.
     """
 
     def gather(
@@ -200,9 +203,9 @@ def head_with_loss(stream: Placement) -> Distributed:
 class VocabularyParallel(ParallelStyle):
     """An embedding table split by rows: every rank looks up its rows, and the results are summed.
 
-    It uses plain local tensors. torch's RowwiseParallel has no rule for the gradient of a table split by rows
-    (torch/distributed/tensor/_ops/_embedding_ops.py), so every rank would compute that of the full table:
-    2.1 GB for Llama 3 70B in bfloat16, instead of 0.26 GB on eight ranks.
+    It uses plain local tensors. torch's RowwiseParallel has no rule for the gradient of a table
+    split by rows (torch/distributed/tensor/_ops/_embedding_ops.py), so every rank would compute
+    that of the full table: 2.1 GB for Llama 3 70B in bfloat16, instead of 0.26 GB on eight ranks.
     """
 
     def __init__(self, stream: Placement) -> None:

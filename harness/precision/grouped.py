@@ -1,8 +1,9 @@
 """Grouped matrix products in float8 and mxfp8, by torchao, for experts.
 
-Parameters stay plain tensors: torchao's functions replace ``grouped_linear``. They need groups padded to
-blocks (``PrecisionConfig.expert_block``), bfloat16, and tensors whose last dimension is contiguous. torchao
-0.18 has two recipes and does not emulate the rowwise float8 one, so that is emulated here.
+Parameters stay plain tensors: torchao's functions replace ``grouped_linear``. They need groups
+padded to blocks (``PrecisionConfig.expert_block``), bfloat16, and tensors whose last dimension is
+contiguous. torchao 0.18 has two recipes and does not emulate the rowwise float8 one, so that is
+emulated here.
 """
 
 from __future__ import annotations

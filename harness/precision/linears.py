@@ -118,7 +118,8 @@ def check_layout(
 ) -> None:
     """Check that the dimensions of a rank's products are multiples of the format's block.
 
-    A linear is never skipped because of the layout: two layouts would then compute different numbers.
+    A linear is never skipped because of the layout: two layouts would then compute different
+    numbers.
 
     Args:
         rows: sequences per forward pass of a linear.
@@ -164,8 +165,8 @@ def check_layout(
 def warning_of_eager(precision: PrecisionConfig, *, compiled: bool) -> str | None:
     """Warning for a job on GPUs whose float8 casts are not fused; None if fused, or without casts.
 
-    Kernels per linear and step, counted with 42 linears in torchao 0.18: 101 in float8_rowwise, 77 in
-    float8_tensorwise and 67 in float8_rowwise_hp.
+    Kernels per linear and step, counted with 42 linears in torchao 0.18: 101 in float8_rowwise, 77
+    in float8_tensorwise and 67 in float8_rowwise_hp.
     """
     if compiled or precision.emulate or precision.linear == "none":
         return None
@@ -213,7 +214,8 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-# Lowest NVIDIA compute capability whose tensor cores support the format (CUDA C++ programming guide).
+# Lowest NVIDIA compute capability whose tensor cores support the format (CUDA C++ programming
+# guide).
 CAPABILITY = {"float8": (8, 9), "mxfp8": (10, 0)}
 # Major compute capabilities for which torch and torchao have grouped products, which experts need
 # (torch._scaled_grouped_mm: "[9.0, 10.0], or ROCm MI300+"; torchao's mxfp8 kernels: 10.x).

@@ -1,8 +1,8 @@
 """Replacement of linears by torchao's float8 linears; names, shapes and initial values stay the same.
 
-Experts keep their parameters and get another product function. Scales are maxima over the rows that are
-multiplied at once: under tensor parallel over all shards, but each replica has those of its own rows. So a
-float8 layout agrees with a process that takes the same rows at once.
+Experts keep their parameters and get another product function. Scales are maxima over the rows that
+are multiplied at once: under tensor parallel over all shards, but each replica has those of its own
+rows. So a float8 layout agrees with a process that takes the same rows at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def swap_linears(
 
     Args:
         part: a model part on the meta device, before tensor parallel splits it.
-        converted: names of linears and experts in the full model; names not in the part are ignored.
+        converted: names of linears and experts in the full model; names not in the part are
+            ignored.
     """
     modules = {name: module for name, module in part.named_modules() if name in converted}
     experts = [module for module in modules.values() if isinstance(module, Experts)]
@@ -100,8 +101,8 @@ def _mxfp8(precision: PrecisionConfig) -> Any:
 def plain(tensor: Tensor) -> Tensor:
     """Remove torchao's tensor subclass from the local shard; the result shares memory.
 
-    The subclass makes FSDP gather a weight in float8. Checkpoints and the optimizer need the plain values: a
-    checkpoint would otherwise name torchao's classes.
+    The subclass makes FSDP gather a weight in float8. Checkpoints and the optimizer need the plain
+    values: a checkpoint would otherwise name torchao's classes.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     inner = getattr(local, "_tensor", None)
@@ -132,9 +133,10 @@ def gathers_float8(
 ) -> bool:
     """Whether tensor parallelism all-gathers in float8, half the bytes.
 
-    A tensorwise scale is the largest magnitude over all shards, so casting before the gather gives the same
-    result as casting after it. CPUs and the other recipes gather in param_dtype with the plain styles, which
-    compute the same: gloo cannot send float8, and rowwise scales would have to be sent too.
+    A tensorwise scale is the largest magnitude over all shards, so casting before the gather gives
+    the same result as casting after it. CPUs and the other recipes gather in param_dtype with the
+    plain styles, which compute the same: gloo cannot send float8, and rowwise scales would have to
+    be sent too.
     """
     return (
         precision.linear == "float8_tensorwise"

@@ -36,11 +36,12 @@ class RunErrors:
     ) -> dict[str, Any]:
         """Write ``errors/rank<rank>.json``; without a rank the controller's.
 
-        If it cannot be written, print the error to stderr, so that the writing error does not hide it.
-        ``step`` is the last completed one.
+        If it cannot be written, print the error to stderr, so that the writing error does not hide
+        it. ``step`` is the last completed one.
 
         Returns:
-            The recorded fields, with the ``kind`` and ``exit_code`` that the process should end with.
+            The recorded fields, with the ``kind`` and ``exit_code`` that the process should end
+            with.
         """
         row = {
             "time": time.time(),

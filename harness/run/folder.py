@@ -1,10 +1,11 @@
 """The run folder: the files needed to resume, resubmit or audit a run.
 
-    job.json overrides.txt code.json status.json metrics.jsonl metrics/ result.json
-    checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ phases/ slurm/ attempts/ slow_ranks.json
+    job.json overrides.txt code.json status.json metrics.jsonl metrics/ result.json checkpoints/
+    errors/ logs/ evidence/ flight_recorder/ profile/ phases/ slurm/ attempts/ slow_ranks.json
 
-One process at a time writes the shared files: the controller before the ranks start and after they end, rank
-0 in between. On SLURM the controller of an attempt is the batch process (``harness.launch.slurm_attempt``).
+One process at a time writes the shared files: the controller before the ranks start and after they
+end, rank 0 in between. On SLURM the controller of an attempt is the batch process
+(``harness.launch.slurm_attempt``).
 """
 
 from __future__ import annotations

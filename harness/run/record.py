@@ -30,8 +30,9 @@ def reason_of(exit_code: int) -> str:
 class RunRecord:
     """The row of a run: what it was, what it reached, how it ended and why.
 
-    Rank 0 ends it with its results. The process that outlives the ranks ends it again, with what only it
-    knows: that rank 0 died before it wrote a row, or that it wrote one knowing only that a peer was lost.
+    Rank 0 ends it with its results. The process that outlives the ranks ends it again, with what
+    only it knows: that rank 0 died before it wrote a row, or that it wrote one knowing only that a
+    peer was lost.
     """
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
@@ -44,7 +45,8 @@ class RunRecord:
         Args:
             reason: ``completed``, ``interrupted`` or ``failed``.
             code: exit code of the command.
-            facts: results of the run; None: those of the row that is there, or else the last row of metrics.
+            facts: results of the run; None: those of the row that is there, or else the last row of
+                metrics.
         """
         ending = {"exit_reason": reason, "exit_code": code, **self._cause(reason)}
         row = self.folder.row if facts is None else {}

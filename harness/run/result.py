@@ -1,7 +1,7 @@
 """Rows of a run, without torch.
 
-``result.json`` is one flat row, with the versions and the commit of the code; ``evaluations.jsonl`` beside it
-has a flat row for each evaluated task.
+``result.json`` is one flat row, with the versions and the commit of the code; ``evaluations.jsonl``
+beside it has a flat row for each evaluated task.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ def git_commit(path: Path) -> dict[str, str | bool | None]:
     """Return the commit of the repository that contains a folder.
 
     Returns:
-        ``commit``: the full hash, and ``dirty``: whether tracked or untracked files differ from it (ignored
-        files do not count). Both are None outside of a repository, without git, or if git ignores ``path``: a
-        package in the virtual environment of another project is not that project's code.
+        ``commit``: the full hash, and ``dirty``: whether tracked or untracked files differ from it
+        (ignored files do not count). Both are None outside of a repository, without git, or if git
+        ignores ``path``: a package in the virtual environment of another project is not that
+        project's code.
     """
     commit = _git(path, "rev-parse", "--verify", "--quiet", "HEAD")
     ignored = _git(path, "check-ignore", ".")

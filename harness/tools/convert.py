@@ -55,8 +55,8 @@ class ConvertConfig:
 
     source: str | None = label(None)
     """A folder with Hugging Face safetensors (in FP8 or MXFP4 too), Meta's consolidated.*.pth, or a DCP
-    checkpoint (ours or torchtitan's); or a run folder, whose newest complete checkpoint is used. A DCP
-    checkpoint may also be an fsspec URL."""
+    checkpoint (ours or torchtitan's); or a run folder, whose newest complete checkpoint is used. A
+    DCP checkpoint may also be an fsspec URL."""
     target: str | None = label(None, written="path", works="a path that does not exist")
     """Folder to write, or file with format=torch. Must not exist yet."""
     format: str = label("dcp", choices=FORMATS)

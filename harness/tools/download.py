@@ -1,7 +1,8 @@
 """The verb ``download``: ``huggingface_hub.snapshot_download``, and the commands to type next.
 
-The hub's client finds the token (HF_TOKEN or a login) and the hub (HF_ENDPOINT), transfers files in parallel,
-goes on where it was interrupted, and keeps the commit and checksum of each file in ``.cache/huggingface``.
+The hub's client finds the token (HF_TOKEN or a login) and the hub (HF_ENDPOINT), transfers files in
+parallel, goes on where it was interrupted, and keeps the commit and checksum of each file in
+``.cache/huggingface``.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ Files go to `assets/hf/<repo>`, where conf/tokenizer expects them; existing file
 
 ASSETS = Path("assets/hf")
 
-# File names by kind. For weights, the first pattern with a match is used: some repositories hold the same
-# weights a second time under other names.
+# File names by kind. For weights, the first pattern with a match is used: some repositories hold
+# the same weights a second time under other names.
 PATTERNS = {
     "tokenizer": (
         "tokenizer.json",
@@ -184,7 +185,8 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
 
 def _check_folder(folder: Path, sizes: dict[str, int]) -> None:
     """Refuse to overwrite files that are not the hub's, and a disk without room for the missing ones."""
-    # Private in huggingface_hub 0.34 to 2.4. None: the client did not write the file, or it changed since.
+    # Private in huggingface_hub 0.34 to 2.4. None: the client did not write the file, or it changed
+    # since.
     from huggingface_hub._local_folder import read_download_metadata
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -289,7 +291,8 @@ def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
         path = Path(values.get("path") or "")
         if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
             return [f"tokenizer={option}"]
-        # Options are named like transformers' families, by prefix: qwen3_moe has the tokenizer qwen3.
+        # Options are named like transformers' families, by prefix: qwen3_moe has the tokenizer
+        # qwen3.
         if values["kind"] == "huggingface" and family.startswith(option):
             chosen = f"tokenizer={option}"  # in order, so that the longest name is the last
     return [chosen, f"tokenizer.path={file}"] if file.is_file() else []

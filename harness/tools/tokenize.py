@@ -43,7 +43,8 @@ class TokenizeConfig:
     """Target and parts of a corpus."""
 
     target: str | None = label(None, written="folder", works="corpus/NAME")
-    """Folder of the corpus, which `data=tokens` reads. An unfinished one of the same source is continued."""
+    """Folder of the corpus, which `data=tokens` reads. An unfinished one of the same source is
+    continued."""
     workers: int | None = label(None, least=1)
     """Number of processes, on SLURM of each task; null: one for each CPU that this process may use,
     at most 32, and on SLURM 8."""
@@ -51,7 +52,8 @@ class TokenizeConfig:
     """Number of parts of the corpus, each a folder; on SLURM one task each. The stream of documents
     does not depend on it. Null: one for each 16 GiB of source."""
     unit_mib: float = label(16.0, above=0)
-    """MiB of source that a process tokenizes at a time; unfinished units are repeated after a kill."""
+    """MiB of source that a process tokenizes at a time; unfinished units are repeated after a
+    kill."""
 
     def validate(self, data: DataConfig) -> None:
         """Raise ConfigError for a missing target, or data without documents to tokenize."""

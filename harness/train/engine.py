@@ -36,8 +36,8 @@ from harness.util.errors import LostGradientError
 class Engine:
     """Model parts, optimizer and schedule of this rank.
 
-    All ranks construct it and call its methods together. The values it returns are sums over the world, so
-    that every rank decides the same.
+    All ranks construct it and call its methods together. The values it returns are sums over the
+    world, so that every rank decides the same.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters (or shards) that this rank holds, under their names in the full model.
 
-        Call it between steps: while FSDP has gathered a module, its parameters are temporary copies in
-        ``precision.param_dtype``.
+        Call it between steps: while FSDP has gathered a module, its parameters are temporary copies
+        in ``precision.param_dtype``.
         """
         for part, parameters in zip(self.parts, self._parameters, strict=True):
             for (name, found), parameter in zip(part.named_parameters(), parameters, strict=True):
@@ -95,8 +95,8 @@ class Engine:
     def has_loss(self) -> bool:
         """Whether this rank contributes the loss of its positions to the global sum.
 
-        With a pipeline it is the rank with the output projection, which is the first one in V-shaped
-        schedules.
+        With a pipeline it is the rank with the output projection, which is the first one in
+        V-shaped schedules.
         """
         return computes_loss(self.mesh, self.parts)
 
@@ -120,8 +120,10 @@ class Engine:
         """Compute the gradients of one global batch.
 
         Args:
-            batch: this rank's rows of it, in host memory; their number and length follow the schedule.
-            stop_requested: whether this rank was asked to stop; summed together with the token counts.
+            batch: this rank's rows of it, in host memory; their number and length follow the
+                schedule.
+            stop_requested: whether this rank was asked to stop; summed together with the token
+                counts.
             beside: more values to sum over the world; their sums are the outcome's.
         """
         self._set_length(batch.shape[1])
@@ -221,8 +223,8 @@ class Engine:
     def update(self, norm: Tensor | float) -> None:
         """Clip, update the parameters and advance the schedule.
 
-        If the norm is not finite, only the schedule advances, so that the learning rate follows the step.
-        (A run that then stops may have updated nevertheless: see ``asks_for_norm``.)
+        If the norm is not finite, only the schedule advances, so that the learning rate follows the
+        step. (A run that then stops may have updated nevertheless: see ``asks_for_norm``.)
 
         Args:
             norm: gradient norm; a tensor on the device avoids a wait.
@@ -342,8 +344,8 @@ class Engine:
     def _scale_weights(self) -> None:
         """Compute the scales of weights that are gathered in float8, once after each change.
 
-        Otherwise FSDP takes the maximum over its shards at every gather. With tensor parallel these cover
-        only part of the weight, and each part would get a scale of its own.
+        Otherwise FSDP takes the maximum over its shards at every gather. With tensor parallel these
+        cover only part of the weight, and each part would get a scale of its own.
         """
         precision = self.job.precision
         wanted = precision.precompute_float8_dynamic_scale_for_fsdp or self.job.parallelism.tp > 1

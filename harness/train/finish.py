@@ -29,7 +29,8 @@ def finish_run(
     """
     error = folder.errors.first() if code != EXIT_OK else None
     if code in STOPPED and error is not None and error["kind"] in VICTIMS:
-        # Ranks that stop or are killed at different moments cause errors in each other, not failures.
+        # Ranks that stop or are killed at different moments cause errors in each other, not
+        # failures.
         error = None
     if error is not None and error["kind"] == "collective_timeout":
         error = _name_absent(folder, error)
@@ -65,8 +66,8 @@ def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
 def format_failure(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
     """Format a failure for the user.
 
-    A user error and non-finite numbers take one line. A bug includes its traceback, a machine failure the
-    rank, the step and the operation.
+    A user error and non-finite numbers take one line. A bug includes its traceback, a machine
+    failure the rank, the step and the operation.
     """
     if error["kind"] in ("user", "non_finite"):
         return f"error: {error['message']}\n"
@@ -87,10 +88,11 @@ def format_failure(error: dict[str, Any], world_size: int, folder: RunFolder) ->
 def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
     """Return the ranks that did not reach a collective; empty if they are not known.
 
-    ``FlightRecorder`` has each rank write its position to ``flight_recorder/place-rank<r>.json``: the last
-    collective that it began, and the number of collectives begun in each group. A rank waits for the members
-    of that group that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause.
-    A stopped rank writes nothing, or says that it wrote late: after its own timeout.
+    ``FlightRecorder`` has each rank write its position to ``flight_recorder/place-rank<r>.json``:
+    the last collective that it began, and the number of collectives begun in each group. A rank
+    waits for the members of that group that have begun fewer. A rank that others wait for, and that
+    waits for nobody, is the cause. A stopped rank writes nothing, or says that it wrote late: after
+    its own timeout.
 
     Args:
         error: the error of the first rank whose collective timed out.

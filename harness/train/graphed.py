@@ -15,17 +15,19 @@ from harness.parallelism.mesh import Mesh
 from harness.train.engine import Engine
 
 EAGER_CALLS = 2
-"""Calls before a function is captured: they compile, and make communicators and the optimizer's state."""
+"""Calls before a function is captured: they compile, and make communicators and the optimizer's
+state."""
 
 
 class Graphed:
     """A function of tensors on a GPU: captured in a CUDA graph after ``EAGER_CALLS`` calls, then replayed.
 
-    A replay reads and writes the memory of the captured call, so what the function reads beside its arguments
-    must stay where it is and be changed in place.
+    A replay reads and writes the memory of the captured call, so what the function reads beside its
+    arguments must stay where it is and be changed in place.
 
     Args:
-        function: it gets each tensor and number in memory of its own, always the same; numbers in float32.
+        function: it gets each tensor and number in memory of its own, always the same; numbers in
+            float32.
         pool: memory pool, of functions that are called one after another.
         stream: stream of all calls: gradients stay on the one where they were first accumulated.
     """
@@ -79,8 +81,8 @@ class Graphed:
 class GraphedEngine(Engine):
     """An engine that captures its passes and its update after ``EAGER_CALLS`` steps, and then replays them.
 
-    ``compile.cuda_graphs`` has it built. The plain engine says what a step computes. Here is only what a
-    replay needs: numbers that change come as tensors, and gradients stay where they are.
+    ``compile.cuda_graphs`` has it built. The plain engine says what a step computes. Here is only
+    what a replay needs: numbers that change come as tensors, and gradients stay where they are.
     """
 
     def __init__(

@@ -20,7 +20,8 @@ from harness.train.observer import Observer, Run
 from harness.train.step import Step
 from harness.util.errors import NonFiniteError
 
-# Part of the error of autograd's anomaly mode: Function 'MulBackward0' returned nan values in its 0th output.
+# Part of the error of autograd's anomaly mode: Function 'MulBackward0' returned nan values in its
+# 0th output.
 _ANOMALY = "returned nan values in its"
 
 MOST_SKIPPED = 10
@@ -70,8 +71,8 @@ def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
     The gradients themselves may be freed by now; this rank's share of each norm is still known.
 
     Returns:
-        A message: where the files are, or why they could not be written. A full disk must not hide that the
-        numbers were not finite.
+        A message: where the files are, or why they could not be written. A full disk must not hide
+        that the numbers were not finite.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     outcome = step.outcome
@@ -106,7 +107,8 @@ def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
 def unwrap_non_finite(step: int) -> Iterator[None]:
     """Raise NonFiniteError for errors that wrap one, and for errors of autograd's anomaly mode.
 
-    torch's pipelines wrap the errors of their stages, and the anomaly mode raises a plain RuntimeError.
+    torch's pipelines wrap the errors of their stages, and the anomaly mode raises a plain
+    RuntimeError.
     """
     try:
         yield
@@ -126,8 +128,8 @@ class NanWatch(Observer):
     """debug=nan: name the first module whose output, or the gradient of its output, is not finite.
 
     It has hooks on every module of a rank's model parts; every check waits for the device.
-    Gradients are checked by hooks on outputs, because backward hooks on modules break torch's split backward
-    passes (zero-bubble schedules).
+    Gradients are checked by hooks on outputs, because backward hooks on modules break torch's split
+    backward passes (zero-bubble schedules).
     """
 
     def __init__(self, run: Run) -> None:

@@ -172,7 +172,8 @@ def _wait_for_all() -> None:
     ranks = dist.get_world_size()
     pause = 0.01
     arrived = store.add(_ARRIVED, 1)
-    # The counter covers all calls so far. No rank calls again before all ranks have made the same call.
+    # The counter covers all calls so far. No rank calls again before all ranks have made the same
+    # call.
     expected = -(-arrived // ranks) * ranks
     while arrived < expected:
         time.sleep(pause)

@@ -71,7 +71,8 @@ class Need(enum.Flag):
 
     NOTHING = 0
     ASIDE = enum.auto()
-    """``end_step`` is called when the step's loss has been read, and its time does not count as training."""
+    """``end_step`` is called when the step's loss has been read, and its time does not count as
+    training."""
     SLOWS = enum.auto()
     """The step takes longer because of the observer; throughput leaves it out."""
 
@@ -79,9 +80,10 @@ class Need(enum.Flag):
 class Observer:
     """Watches the training loop of one rank; a job has as many on every rank, in the same order.
 
-    Packages add observers by entry points of the group ``harness.observer``, and ``training.observers`` names
-    them. An observer is made before the run's checkpoint is loaded, by all ranks together. It must change
-    neither model nor optimizer: a run has the same numbers without it.
+    Packages add observers by entry points of the group ``harness.observer``, and
+    ``training.observers`` names them. An observer is made before the run's checkpoint is loaded, by
+    all ranks together. It must change neither model nor optimizer: a run has the same numbers
+    without it.
     """
 
     section = VALIDATION

@@ -94,21 +94,24 @@ SHOWN = ("PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 def settings(job: Job, run_dir: Path) -> dict[str, str]:
     """Environment variables of a rank, under the names of torch 2.13 to 2.15."""
     recorded = job.debug.flight_recorder
-    # 2: copy engines in place of multiprocessors, where memory is symmetric (set_symm_mem_for_comm).
+    # 2: copy engines in place of multiprocessors, where memory is symmetric
+    # (set_symm_mem_for_comm).
     nccl = {"NCCL_CTA_POLICY": "2"} if job.parallelism.fsdp_buffers == "symmetric" else {}
-    # NCCL fails to register the memory of growing segments (github.com/pytorch/pytorch/issues/158029).
+    # NCCL fails to register the memory of growing segments
+    # (github.com/pytorch/pytorch/issues/158029).
     if job.compile.cuda_graphs:
         nccl["NCCL_GRAPH_REGISTER"] = "0"
     return nccl | {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        # The rest was read in, and rehearsed with, the older implementation (pytorch/pytorch/pull/192281).
+        # The rest was read in, and rehearsed with, the older implementation
+        # (pytorch/pytorch/pull/192281).
         "TORCH_DIST_USE_NCCL2": "0",
         # A collective that fails ends the process, and the launcher notices that.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
-        # Pipeline stages share one communicator, made with the mesh. torch warns that it serializes its
-        # operations; every schedule still completes (tests/parallelism/test_point_to_point.py), and a file
-        # whose order would not is refused when the job is composed (read_csv_schedule).
+        # Pipeline stages share one communicator, made with the mesh. torch warns that it serializes
+        # its operations; every schedule still completes (tests/parallelism/test_point_to_point.py),
+        # and a file whose order would not is refused when the job is composed (read_csv_schedule).
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
         "TORCH_FR_BUFFER_SIZE": str(recorded),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(recorded > 0)),
@@ -146,15 +149,17 @@ def importing_torch() -> Iterator[None]:
 def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory, for a process whose tensors are in host memory.
 
-    By default malloc maps large blocks one by one and unmaps them when they are freed, so the kernel zeroes
-    the same pages at every step. With this it does not, and the process keeps its peak size. Returns
-    False, and does nothing, with another C library, or if the user has configured malloc.
+    By default malloc maps large blocks one by one and unmaps them when they are freed, so the
+    kernel zeroes the same pages at every step. With this it does not, and the process keeps its
+    peak size. Returns False, and does nothing, with another C library, or if the user has
+    configured malloc.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     if set_by_user or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # No block gets its own mapping, and the top of the heap is never trimmed. mallopt returns 1 on success.
+    # No block gets its own mapping, and the top of the heap is never trimmed. mallopt returns 1 on
+    # success.
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
@@ -173,7 +178,8 @@ def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
         return
 
     def collect(step: int) -> None:
-        # What outlives a collection becomes garbage of the oldest generation, as classes that a save makes.
+        # What outlives a collection becomes garbage of the oldest generation, as classes that a
+        # save makes.
         if step % (COMPLETE_COLLECTION * interval) == 0:
             gc.collect()
         elif step % interval == 0:
@@ -208,8 +214,8 @@ def describe(job: Job, device_type: str) -> str:
 def rendezvous_store() -> Iterator[int]:
     """Keep the store where the ranks meet; yield its port.
 
-    The store is in the controller and not in rank 0, on a port that the system picks: no other process can
-    take it.
+    The store is in the controller and not in rank 0, on a port that the system picks: no other
+    process can take it.
     """
     with importing_torch():
         from torch.distributed import TCPStore
@@ -251,9 +257,10 @@ def threads_per_rank(job: Job) -> int:
 def openmp_environment(job: Job) -> dict[str, str]:
     """Return OpenMP's thread count and spin count for a rank; set them before torch is imported.
 
-    GNU's OpenMP threads spin for milliseconds at every barrier. On cores shared with other processes they
-    take time from the thread they wait for: on two shared cores steps took up to ten times as long. A spin
-    count of 1000 is as fast on an idle machine (docs/measurements.md). Variables set by the user are kept.
+    GNU's OpenMP threads spin for milliseconds at every barrier. On cores shared with other
+    processes they take time from the thread they wait for: on two shared cores steps took up to ten
+    times as long. A spin count of 1000 is as fast on an idle machine (docs/measurements.md).
+    Variables set by the user are kept.
     """
     wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
     from_job = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
@@ -273,8 +280,8 @@ class StopRequest:
 
     Records SIGINT, SIGTERM, SIGHUP, and SIGUSR2, which schedulers send before the time limit.
 
-    The handler only sets flags. All ranks decide together at a step boundary whether to stop: a rank that
-    stops alone leaves the others waiting in a collective.
+    The handler only sets flags. All ranks decide together at a step boundary whether to stop: a
+    rank that stops alone leaves the others waiting in a collective.
 
     A signal that was ignored before (``nohup``, a background job of a shell script) stays ignored.
 
@@ -304,8 +311,9 @@ class StopRequest:
         if self.signal is None:
             self.signal = signal.Signals(number)
             self._noted_at = time.monotonic()
-            # Ranks started by a controller or torchrun stay silent. os.write, because the handler may have
-            # interrupted a write to sys.stderr. Its reader may be gone: ^C also ends the tee of a pipeline.
+            # Ranks started by a controller or torchrun stay silent. os.write, because the handler
+            # may have interrupted a write to sys.stderr. Its reader may be gone: ^C also ends the
+            # tee of a pipeline.
             if "RANK" not in os.environ:
                 with suppress(OSError):
                     os.write(2, b"\nstopping after the step in progress; ^C again ends at once\n")

@@ -68,7 +68,8 @@ def main() -> None:
         leave(error.exit_code)
     if CONTROLLER not in os.environ:
         _run_srun_task(job, folder)
-    # Until the loop handles signals there is nothing to save; Python's SIGINT handler prints a traceback.
+    # Until the loop handles signals there is nothing to save; Python's SIGINT handler prints a
+    # traceback.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_launcher(job, folder, int(os.environ[CONTROLLER]))
@@ -149,7 +150,8 @@ class Rank:
             traceback.print_exc()
         of_run = code
         try:
-            # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
+            # torchrun stops the peers of a failed rank: their interruption is a consequence, not
+            # the cause.
             first = self.folder.errors.first()
             of_run = code if first is None else first["exit_code"]
             self.record.end(reason_of(of_run), of_run, facts)
@@ -221,8 +223,8 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
 def leave(code: int) -> NoReturn:
     """End a rank's process by ``os._exit``, without the interpreter's shutdown.
 
-    All files are written and closed. At interpreter exit, destructors of communication threads whose peers
-    are gone abort ("terminate called without an active exception") or hang.
+    All files are written and closed. At interpreter exit, destructors of communication threads
+    whose peers are gone abort ("terminate called without an active exception") or hang.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

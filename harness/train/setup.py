@@ -46,8 +46,8 @@ def pick_device(job: Job) -> torch.device:
     """Return the device of this rank, and make a GPU current.
 
     Raises:
-        ConfigError: CUDA was requested and is not available, or has fewer devices than ranks; or the node has
-            GPUs that torch cannot use.
+        ConfigError: CUDA was requested and is not available, or has fewer devices than ranks; or
+            the node has GPUs that torch cannot use.
     """
     wanted = job.cluster.device
     if wanted == "cpu":
@@ -116,13 +116,13 @@ def set_up_process(job: Job) -> None:
 def silence_known_noise() -> None:
     """Silence warnings of torch and torchao that do not concern a job, and no others.
 
-    * FSDP2 warns that a block returns a view, because an in-place operation on it would lose the hook that
-      gathers its parameters. No block works in place on another's output.
-    * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. This is intended: each axis
-      has its own process group, and a group over both would have no other use.
+    * FSDP2 warns that a block returns a view, because an in-place operation on it would lose the
+      hook that gathers its parameters. No block works in place on another's output.
+    * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. This is intended:
+      each axis has its own process group, and a group over both would have no other use.
     * The compiler warns that selectively recomputed code must not work in place. It does not.
-    * torchao logs each compiled kernel that it cannot load on this build of torch or this device; code that
-      needs one raises. It also registers enums in a way that torch has deprecated.
+    * torchao logs each compiled kernel that it cannot load on this build of torch or this device;
+      code that needs one raises. It also registers enums in a way that torch has deprecated.
     """
     warnings.filterwarnings(
         "ignore",
@@ -235,8 +235,9 @@ def process_group(
         try:
             yield
         except BaseException:
-            # While peers are in a collective, destroying a group can hang or abort. The process is about to
-            # end, and while its connections are open the peers do not fail before it has reported its error.
+            # While peers are in a collective, destroying a group can hang or abort. The process is
+            # about to end, and while its connections are open the peers do not fail before it has
+            # reported its error.
             if alone:
                 dist.destroy_process_group()
             raise
@@ -257,8 +258,8 @@ def _check_interface() -> None:
 def set_timeouts(seconds: int) -> None:
     """Set the timeout of collectives: longer for a step that compiles and connects than for the others.
 
-    Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints, which has
-    its own timeout. Ranks need not call it at the same time.
+    Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints,
+    which has its own timeout. Ranks need not call it at the same time.
     """
     set_one = getattr(
         dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
@@ -273,8 +274,8 @@ def set_timeouts(seconds: int) -> None:
 def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
     """Make gloo connect over the loopback interface if all ranks are on this machine.
 
-    By default gloo binds to the address that the host's name resolves to. On laptops and in containers there
-    is often none, or its network is down.
+    By default gloo binds to the address that the host's name resolves to. On laptops and in
+    containers there is often none, or its network is down.
     """
     ranks_here = _from_launcher("LOCAL_WORLD_SIZE", 1)
     interface = loopback_interface()
@@ -309,8 +310,8 @@ def device_name(device: torch.device) -> str:
 def device_peak(job: Job, device: torch.device) -> Peak:
     """Peak of the device for MFU, in the format of the job's matrix products.
 
-    For float8 jobs it is the bfloat16 peak, as in torchtitan: attention and head multiply in bfloat16, and
-    with the same peak the MFU shows what float8 gains. It can exceed 1.
+    For float8 jobs it is the bfloat16 peak, as in torchtitan: attention and head multiply in
+    bfloat16, and with the same peak the MFU shows what float8 gains. It can exceed 1.
     """
     name = device_name(device)
     cluster = job.cluster.with_device(name)

@@ -35,18 +35,19 @@ class HostCopy:
 class StepOutcome:
     """Loss and gradient norm of one step; the same on every rank, except ``local_loss``.
 
-    The device may not have computed the values yet. The first access to one of them waits until they are
-    copied to the host, but not for work queued later.
+    The device may not have computed the values yet. The first access to one of them waits until
+    they are copied to the host, but not for work queued later.
 
     Args:
         sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
-            multi-token prediction if the model has it, and of a mixture each source's share of the loss.
+            multi-token prediction if the model has it, and of a mixture each source's share of the
+            loss.
         squares: this rank's share of each gradient's squared norm.
         tokens: tokens of the global batch, without padding.
         valid_tokens: those that the loss counts.
         source_tokens: the same for each source of a mixture.
-        local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks that compute
-            no loss.
+        local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks
+            that compute no loss.
         stop_requested: whether any rank was asked to stop.
         beside: sums of the values that were summed beside these.
     """
@@ -175,8 +176,8 @@ class SourceLosses:
 LATE_STEPS = {"cpu": 0, "cuda": 1}
 """How many steps later the host reads the values of a step and writes its row, unless needed before.
 
-So the host does not wait for the device to finish its queue, and is never more than one step ahead of it. On
-a CPU there is no device to wait for."""
+So the host does not wait for the device to finish its queue, and is never more than one step ahead
+of it. On a CPU there is no device to wait for."""
 
 
 @dataclass(frozen=True)

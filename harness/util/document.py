@@ -1,7 +1,7 @@
 """Documents of paragraphs, tables and figures, as Markdown and HTML.
 
-Cells keep raw values until they are written: files of numbers get the values themselves, and only the others
-get formatted text.
+Cells keep raw values until they are written: files of numbers get the values themselves, and only
+the others get formatted text.
 """
 
 from __future__ import annotations

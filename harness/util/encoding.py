@@ -1,8 +1,8 @@
 """Encode values as strict JSON, and read JSON of any origin.
 
-JSON has no NaN and no infinity, and other parsers reject what Python writes for them. They are written as the
-strings "nan", "inf" and "-inf", and read back as floats: a diverged loss must neither become null nor make
-the file unreadable.
+JSON has no NaN and no infinity, and other parsers reject what Python writes for them. They are
+written as the strings "nan", "inf" and "-inf", and read back as floats: a diverged loss must
+neither become null nor make the file unreadable.
 """
 
 from __future__ import annotations

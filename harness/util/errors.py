@@ -1,7 +1,7 @@
 """The kinds of error, and their exit codes.
 
-A mistake of the user is reported as one line, a bug of the harness as a traceback, and a failure of the
-machine with its context. If several ranks fail, the controller reports the earliest error.
+A mistake of the user is reported as one line, a bug of the harness as a traceback, and a failure of
+the machine with its context. If several ranks fail, the controller reports the earliest error.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _listed(works: Iterable[object]) -> str:
 def divisors(*numbers: int) -> list[int]:
     """All positive integers that divide every one of ``numbers``, ascending.
 
-    Trial division stops at 100,000: if a number has two larger prime factors, some divisors are missing.
+    Trial division stops at 100,000: if a number has two larger prime factors, some divisors are
+    missing.
     """
     if min(numbers) < 1:
         return []

@@ -20,7 +20,8 @@ from harness.util.errors import MachineError
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a new file beside ``path`` and rename it into place: a crash leaves the old or the new one."""
-    # Not tempfile.mkstemp: only the owner could read the file, and run folders are often shared by a group.
+    # Not tempfile.mkstemp: only the owner could read the file, and run folders are often shared by
+    # a group.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:

@@ -1,8 +1,8 @@
 """Accelerator specifications: peak FLOP/s, memory, bandwidth, and the datasheet of each value.
 
-All peaks are dense. NVIDIA's datasheets print most tensor-core values "with sparsity"; they are halved
-here. A device that is not in the table, or a slice of one (MIG, vGPU), is unknown: nothing is guessed
-from a similar name.
+All peaks are dense. NVIDIA's datasheets print most tensor-core values "with sparsity"; they are
+halved here. A device that is not in the table, or a slice of one (MIG, vGPU), is unknown: nothing
+is guessed from a similar name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ class Accelerator:
 
     Attributes:
         peak_flops: dense FLOP/s by the format of the matrix product: ``bfloat16``, ``float16``,
-            ``float8``, ``mxfp8`` (float8 in blocks of 32 with a scale each), ``tf32``, and ``float32``
-            (without tensor cores on NVIDIA). A missing key is a format that the device does not support
-            in hardware.
-        memory_gib: device memory as in the datasheet, which writes GB and counts in binary units. Usable are
-            1 % less of HBM, and 6 % less of GDDR6, which has error correction in the same memory.
+            ``float8``, ``mxfp8`` (float8 in blocks of 32 with a scale each), ``tf32``, and
+            ``float32`` (without tensor cores on NVIDIA). A missing key is a format that the device
+            does not support in hardware.
+        memory_gib: device memory as in the datasheet, which writes GB and counts in binary units.
+            Usable are 1 % less of HBM, and 6 % less of GDDR6, which has error correction in the
+            same memory.
         memory_bandwidth: bytes per second.
-        link_bandwidth: bytes per second to other devices of the node, in one direction (both directions run
-            at once): NVLink, Infinity Fabric, else PCIe. Datasheets print the sum of both directions.
-        units: streaming multiprocessors (compute units), among which a kernel's tiles are distributed.
+        link_bandwidth: bytes per second to other devices of the node, in one direction (both
+            directions run at once): NVLink, Infinity Fabric, else PCIe. Datasheets print the sum of
+            both directions.
+        units: streaming multiprocessors (compute units), among which a kernel's tiles are
+            distributed.
         link: name of the links that ``link_bandwidth`` is of.
     """
 
@@ -61,8 +64,8 @@ def _sheet(
     )
 
 
-# Compute capabilities: developer.nvidia.com/cuda-gpus. The H200 has the H100's peaks, and so has the GH200
-# (their sheets round to 1,979 and 3,958).
+# Compute capabilities: developer.nvidia.com/cuda-gpus. The H200 has the H100's peaks, and so has
+# the GH200 (their sheets round to 1,979 and 3,958).
 _NVIDIA = "NVIDIA {} datasheet, nvidia.com/en-us/data-center/{}"
 _HALVED = "halved: printed with sparsity"
 _A100 = _sheet(_NVIDIA.format("A100", "a100"), (8, 0), 312, 19.5, tf32=156)
@@ -98,8 +101,8 @@ _MI355X = _sheet(_AMD.format("MI355X", "mi350/mi355x"), None, 2516.6, 157.3, 503
 _NVLINK = "NVLink"
 _PCIE = "PCIe"
 _FABRIC = "Infinity Fabric"
-# Name; the driver's name; sheet; GiB; bytes/s of memory and of links, their name; multiprocessors (of
-# Blackwell as drivers report them).
+# Name; the driver's name; sheet; GiB; bytes/s of memory and of links, their name; multiprocessors
+# (of Blackwell as drivers report them).
 _DEVICES: tuple[tuple[str, str, _Sheet, float, float, float, str, int], ...] = (
     ("A100 SXM 40GB", "NVIDIA A100-SXM4-40GB", _A100, 40, 1.555e12, 300e9, _NVLINK, 108),
     ("A100 SXM 80GB", "NVIDIA A100-SXM4-80GB", _A100, 80, 2.039e12, 300e9, _NVLINK, 108),
@@ -126,8 +129,8 @@ _DEVICES: tuple[tuple[str, str, _Sheet, float, float, float, str, int], ...] = (
     ("A10", "NVIDIA A10", _A10, 24, 0.6e12, 31.5e9, _PCIE, 72),
     ("L4", "NVIDIA L4", _L4, 24, 0.3e12, 31.5e9, _PCIE, 58),
     # The device of torchtitan's published tables: SXM with HBM2e, limited to 500 W (benchmarks/
-    # llama3_h100_202412_torchtitan.md). The peak is that of 700 W, as in those tables. Last: drivers report
-    # it under the name of other H100s, so it is never detected, only configured.
+    # llama3_h100_202412_torchtitan.md). The peak is that of 700 W, as in those tables. Last:
+    # drivers report it under the name of other H100s, so it is never detected, only configured.
     ("H100 96GB", "NVIDIA H100", _H100, 96, 2.4e12, 450e9, _NVLINK, 132),
 )
 ACCELERATORS = {
@@ -142,8 +145,8 @@ CUDA_DEVICES = {name: (driver, cuda) for name, driver, (_, cuda, _), *_ in _DEVI
 
 def find_accelerator(device_name: str) -> Accelerator | None:
     """Return the accelerator of ``torch.cuda.get_device_name()``; None if it is unknown, as a CPU is."""
-    # Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an "H200", and
-    # "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device.
+    # Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an
+    # "H200", and "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device.
     name = device_name.strip().lower().removesuffix(" oam")
     name = f"nvidia {name}" if name.startswith("a100") else name  # old drivers omit it
     return next(

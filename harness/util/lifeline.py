@@ -18,7 +18,8 @@ BEFORE_END_SECONDS = 3.0
 def end_with_parent(parent: int, before_end: Callable[[], None] | None = None) -> None:
     """End this process, and the children in its process group, when ``parent`` is no longer its parent.
 
-    The starter passes its own id: if it has died already, ``os.getppid()`` is the process that adopted us.
+    The starter passes its own id: if it has died already, ``os.getppid()`` is the process that
+    adopted us.
     """
     end_when(lambda: os.getppid() != parent, before_end)
 
@@ -26,9 +27,9 @@ def end_with_parent(parent: int, before_end: Callable[[], None] | None = None) -
 def end_when(is_gone: Callable[[], bool], before_end: Callable[[], None] | None = None) -> None:
     """End this process, and the children in its process group, when its starter is gone.
 
-    A killed controller cannot end its ranks, so they check for themselves. The check runs in a daemon thread,
-    because the main thread may be inside a collective that never returns. ``is_gone`` is polled;
-    ``before_end`` is called once before the end, for a few seconds at most.
+    A killed controller cannot end its ranks, so they check for themselves. The check runs in a
+    daemon thread, because the main thread may be inside a collective that never returns.
+    ``is_gone`` is polled; ``before_end`` is called once before the end, for a few seconds at most.
     """
 
     def watch() -> None:

@@ -36,8 +36,8 @@ class WorkerDied(Exception):
 class Worker:
     """A process that calls ``serve(connection, *arguments)``, its first message.
 
-    It is started as a command: multiprocessing would import the main module once more, and with it torch.
-    It ends when this object is collected, and when this process is gone, however it ended.
+    It is started as a command: multiprocessing would import the main module once more, and with it
+    torch. It ends when this object is collected, and when this process is gone, however it ended.
 
     Args:
         environment: variables with other values than in this process.

@@ -1,12 +1,13 @@
 """Folders that are complete or absent: one process at a time builds, and digests tell damage.
 
-The builder holds a file lock, which the operating system releases when the process ends. Some file systems
-have no locks, or locks that other nodes do not see. Therefore the builder also writes a heartbeat, and a
-builder of another node is dead when its heartbeat has stopped.
+The builder holds a file lock, which the operating system releases when the process ends. Some file
+systems have no locks, or locks that other nodes do not see. Therefore the builder also writes a
+heartbeat, and a builder of another node is dead when its heartbeat has stopped.
 
-Files are hashed in blocks, by several threads. When a folder is opened, sizes are always compared. All blocks
-are compared if the file was modified since the last complete comparison, or has at most ``SAMPLE_BLOCKS``;
-otherwise a random sample of ``SAMPLE_BLOCKS``. So opening a checked folder reads at most 512 MiB per file.
+Files are hashed in blocks, by several threads. When a folder is opened, sizes are always compared.
+All blocks are compared if the file was modified since the last complete comparison, or has at most
+``SAMPLE_BLOCKS``; otherwise a random sample of ``SAMPLE_BLOCKS``. So opening a checked folder reads
+at most 512 MiB per file.
 """
 
 from __future__ import annotations
@@ -175,8 +176,8 @@ def remove_abandoned(folder: Path, work: Path, after: float) -> None:
 
     Args:
         work: the folder that its builder locks.
-        after: at least a minute: a builder makes its folder and then locks it, and locking it in between
-            would stop the builder.
+        after: at least a minute: a builder makes its folder and then locks it, and locking it in
+            between would stop the builder.
     """
     try:
         age = time.time() - max(path.stat().st_mtime for path in (folder, work, *work.iterdir()))

@@ -128,7 +128,8 @@ def hf_config(
 ) -> dict[str, Any]:
     """The content of a config.json from which transformers (or diffusers) builds the same model.
 
-    Rotation and dtype are written twice: transformers 4.x reads ``torch_dtype``, and 5.x writes ``dtype``.
+    Rotation and dtype are written twice: transformers 4.x reads ``torch_dtype``, and 5.x writes
+    ``dtype``.
     """
     family = family_of(model)
     if family.unbuildable is not None:
@@ -161,8 +162,8 @@ def _typed(value: object) -> str:
 def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
     """Check that a config.json describes ``model``; UserError names every field that differs.
 
-    It may be written by transformers 4.x (``rope_theta``, ``rope_scaling``) or 5.x (``rope_parameters``);
-    missing fields have transformers' defaults.
+    It may be written by transformers 4.x (``rope_theta``, ``rope_scaling``) or 5.x
+    (``rope_parameters``); missing fields have transformers' defaults.
     """
     family = _checked_family(model)
     found = decoder_part(family, found)
@@ -327,7 +328,8 @@ def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -
             raise UserError(
                 f"it has {error}, which no value of model.{field.ours} matches"
             ) from None
-        # Null is a value of nullable fields; else a config.json without a value leaves the field as it is.
+        # Null is a value of nullable fields; else a config.json without a value leaves the field as
+        # it is.
         if value is not None or (field.nullable and field.to_ours is None):
             model = _set(model, field.ours, value, field.theirs)
         elif field.to_ours is None:

@@ -1,7 +1,8 @@
 """Read and write weights in torch's distributed checkpoints (DCP): ours, with a manifest, and foreign ones.
 
-Uses DCP's planners and storage directly, one tensor at a time, in a single process. ``dcp.save`` and
-``dcp.load`` would read the metadata again for every tensor and wrap every error, ^C included, in their own.
+Uses DCP's planners and storage directly, one tensor at a time, in a single process. ``dcp.save``
+and ``dcp.load`` would read the metadata again for every tensor and wrap every error, ^C included,
+in their own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def average_of(name: str) -> str:
 class DistributedSource:
     """The weights in a DCP checkpoint; the optimizer and other content are ignored.
 
-    The manifest of other software is empty. ``key_of`` gives the checkpoint's name of a parameter of ours.
+    The manifest of other software is empty. ``key_of`` gives the checkpoint's name of a parameter
+    of ours.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ class WeightFolder:
 def find_source(source: str, field: str = "convert.source") -> WeightFolder:
     """Detect the format of the weights in a folder, or of the newest complete checkpoint of a run folder.
 
-    ``field`` is the field of the job that has the path, for messages. UserError if there are no weights in a
-    known format, DamagedCheckpoint if the checkpoint is incomplete.
+    ``field`` is the field of the job that has the path, for messages. UserError if there are no
+    weights in a known format, DamagedCheckpoint if the checkpoint is incomplete.
     """
     for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
         if steps := folder.steps():

@@ -1,6 +1,7 @@
 """What a Hugging Face folder says beside a model's geometry: ids that end a text, and settings of generation.
 
-An export keeps what the folder said that the model came from, and adds the ids that it learned to end with.
+An export keeps what the folder said that the model came from, and adds the ids that it learned to
+end with.
 """
 
 from __future__ import annotations

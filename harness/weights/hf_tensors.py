@@ -79,8 +79,9 @@ def check_hf_tensors(
 ) -> None:
     """Check that a checkpoint at ``where`` has the model's tensors; ``found`` has their shapes by name.
 
-    Redundant tensors are allowed: the output projection of a model with tied embeddings, the rotation's
-    inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies may be missing.
+    Redundant tensors are allowed: the output projection of a model with tied embeddings, the
+    rotation's inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies
+    may be missing.
     """
     found = {
         own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None
@@ -126,7 +127,8 @@ def check_tensors(
 # -- values ----
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
-"""Reads a slice of a Hugging Face tensor: (name, slice of each dimension; the last may have a step)."""
+"""Reads a slice of a Hugging Face tensor: (name, slice of each dimension; the last may have a
+step)."""
 
 
 def fill(
@@ -134,7 +136,8 @@ def fill(
 ) -> None:
     """Fill a slice of one of our tensors, which has this shape; experts are read one at a time.
 
-    ``out`` has any dtype, on any device; ``ranges`` are its indices in each dimension of our tensor.
+    ``out`` has any dtype, on any device; ``ranges`` are its indices in each dimension of our
+    tensor.
     """
     if not out.numel():
         return
@@ -214,7 +217,8 @@ _SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
 
 # All values of a byte; a lookup is faster than a conversion by torch.
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-# E2M1 (OCP Microscaling Formats 1.0, 5.3.3). Two values of a byte, the first in the low bits, are one int64.
+# E2M1 (OCP Microscaling Formats 1.0, 5.3.3). Two values of a byte, the first in the low bits, are
+# one int64.
 _E2M1 = torch.tensor(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 )

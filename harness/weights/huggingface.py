@@ -1,8 +1,9 @@
 """Weights in Hugging Face's format: sharded safetensors, an index, config.json, a tokenizer.
 
-The safetensors format (github.com/huggingface/safetensors, "Format"): eight bytes with the length of the
-header, little-endian; the header, JSON with each tensor's dtype, shape and offsets; the values without gaps.
-It is written here because the library's writers need two copies of a shard in memory.
+The safetensors format (github.com/huggingface/safetensors, "Format"): eight bytes with the length
+of the header, little-endian; the header, JSON with each tensor's dtype, shape and offsets; the
+values without gaps. It is written here because the library's writers need two copies of a shard in
+memory.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ _HEADER_UNIT = 8  # bytes; keeps the values aligned for every dtype
 class HuggingFaceSource:
     """The weights in a folder in transformers' format: config.json, and safetensors with or without an index.
 
-    ``dequantized``: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values once.
+    ``dequantized``: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values
+    once.
     """
 
     def __init__(
@@ -139,9 +141,10 @@ def write_huggingface(
 ) -> None:
     """Write a folder for ``from_pretrained(folder)`` of transformers; few tensors are in memory at once.
 
-    Several processes can share the work. All compute the same shards from the source and the arguments;
-    process r of n, whose ``share`` is (r, n), writes shards r, r + n, ... A file has at most ``max_shard_gb``
-    (10^9 bytes) of values; a larger tensor gets a file of its own. Existing files are overwritten.
+    Several processes can share the work. All compute the same shards from the source and the
+    arguments; process r of n, whose ``share`` is (r, n), writes shards r, r + n, ... A file has at
+    most ``max_shard_gb`` (10^9 bytes) of values; a larger tensor gets a file of its own. Existing
+    files are overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if finish:  # first, because the user's errors show here
@@ -167,7 +170,8 @@ def finish_huggingface(
         export_tokenizer,
     )  # training without an export needs no such library
 
-    # config.json has one dtype; if the source mixes several, it is the embedding table's, the first tensor.
+    # config.json has one dtype; if the source mixes several, it is the embedding table's, the first
+    # tensor.
     first = next(iter(tensor_shapes(model)))
     family = FAMILIES[model.family]
     name = str(source.tensors[first].dtype).removeprefix("torch.")
@@ -265,8 +269,8 @@ def check(path: str, model: ModelConfig) -> None:
 def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None:
     """Load a folder of safetensors into this rank's tensors; each rank reads only its local shards.
 
-    ``state`` has the tensors by our names, with any dtype and placement. A damaged file that one rank finds
-    is a UserError on all.
+    ``state`` has the tensors by our names, with any dtype and placement. A damaged file that one
+    rank finds is a UserError on all.
     """
 
     def load_own() -> None:

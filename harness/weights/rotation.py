@@ -69,8 +69,8 @@ def written_rotation(model: ModelConfig) -> dict[str, Any]:
 def rotation_of(found: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """The rotation in a config.json of transformers 4 or 5, as the content of one object.
 
-    ``theta`` is the one of a file that has none. ``rope_type`` is our name of the scaling, or theirs if we
-    do not have it. UserError if the rotation is not supported.
+    ``theta`` is the one of a file that has none. ``rope_type`` is our name of the scaling, or
+    theirs if we do not have it. UserError if the rotation is not supported.
     """
     # In this order, because transformers 5 prefers rope_scaling where a file has both.
     name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"

@@ -1,7 +1,7 @@
 """Common interface of all weight formats: a lazy source of tensors, and an atomically created target.
 
-A source yields tensors under our names and in our layout, one at a time, in the decoder's order. A writer is
-a function that takes a source and a path. Every source works with every writer:
+A source yields tensors under our names and in our layout, one at a time, in the decoder's order. A
+writer is a function that takes a source and a path. Every source works with every writer:
 
     sources   harness.weights.{huggingface,dcp}, and those of other packages (harness.weights.format)
     writers   harness.weights.{huggingface,dcp}, write_torch, likewise
@@ -50,7 +50,8 @@ class WeightSource(Protocol):
     """The weights of one decoder."""
 
     tensors: Mapping[str, TensorFacts]
-    """Every parameter and saved buffer by our name, in the decoder's order; no tied output projection."""
+    """Every parameter and saved buffer by our name, in the decoder's order; no tied output
+    projection."""
 
     def read(self, name: str) -> Tensor:
         """Return one tensor: on the CPU, contiguous, with a storage of its own."""
@@ -123,14 +124,15 @@ def refuse_untied(embedding: Tensor, head: Tensor, where: str) -> None:
         )
 
 
-# -- muP's multipliers as a part of the weights: the files of other software have no field for them ----
+# -- muP's multipliers as a part of the weights: the files of other software have no field for them
+# ----
 
 
 def multipliers(model: ModelConfig) -> dict[str, float]:
     """Factors that fold muP's multipliers into the weights, by tensor; tensors without one have none.
 
-    The factor of the logits is moved to the norm before the output projection, which may be tied; that of a
-    router's logits to its weight; that of attention scores to the queries.
+    The factor of the logits is moved to the norm before the output projection, which may be tied;
+    that of a router's logits to its weight; that of attention scores to the queries.
     """
     output = model.output_multiplier
     scores = model.score_multiplier
@@ -176,9 +178,9 @@ def _multiplied(source: WeightSource, factors: Mapping[str, float]) -> WeightSou
 def atomic_target(target: Path, nbytes: int) -> Iterator[Path]:
     """Context with a temporary path beside the target, for a file or a folder.
 
-    On success the temporary path is renamed to the target, which must not exist or be an empty folder. On an
-    error, such as less free space than ``nbytes``, it is removed, together with the parent folders that this
-    call created.
+    On success the temporary path is renamed to the target, which must not exist or be an empty
+    folder. On an error, such as less free space than ``nbytes``, it is removed, together with the
+    parent folders that this call created.
     """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     created = [folder for folder in target.parents if not folder.exists()]
@@ -231,10 +233,11 @@ def bytes_view(tensor: Tensor) -> memoryview:
 def write_torch(source: WeightSource, file: Path, *, tied: bool) -> None:
     """Write a state dict for ``torch.load(file, weights_only=True)``, with and without ``mmap=True``.
 
-    ``Decoder.load_state_dict`` accepts it: a ``tied`` embedding table is stored under both its names. The
-    file is first written with gaps for the values (``skip_data``), which are then filled in at the offsets
-    that loading under FakeTensorMode reports. The archive's checksums of the filled records stay empty, as
-    with ``set_crc32_options(False)``: torch.load ignores them, unzip complains.
+    ``Decoder.load_state_dict`` accepts it: a ``tied`` embedding table is stored under both its
+    names. The file is first written with gaps for the values (``skip_data``), which are then filled
+    in at the offsets that loading under FakeTensorMode reports. The archive's checksums of the
+    filled records stay empty, as with ``set_crc32_options(False)``: torch.load ignores them, unzip
+    complains.
     """
     with FakeTensorMode():
         state = {

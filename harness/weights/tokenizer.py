@@ -1,13 +1,15 @@
 """Export of a tokenizer to transformers, so that an exported model keeps its token ids.
 
-A tokenizer.json is copied, also the one that came with a tiktoken file. Where there is none it is made: of
-bytes, of a tiktoken file alone (Meta's, OpenAI's), and of a sentencepiece model. transformers' converter of
-sentencepiece models gives other ids for a leading space and for the runs of spaces of python_2k.
+A tokenizer.json is copied, also the one that came with a tiktoken file. Where there is none it is
+made: of bytes, of a tiktoken file alone (Meta's, OpenAI's), and of a sentencepiece model.
+transformers' converter of sentencepiece models gives other ids for a leading space and for the runs
+of spaces of python_2k.
 
-A tokenizer.json that is made gives exactly the ids of ``harness.data.tokenizer``, with one exception: Meta's
-code for Llama 3 cuts a text every 400,000 characters, and runs of more than 25,000 characters with or without
-whitespace. transformers does not, so ids around such a cut may differ. Text that looks like a special token
-is encoded as plain text (``split_special_tokens``); turn that off when adding a chat template.
+A tokenizer.json that is made gives exactly the ids of ``harness.data.tokenizer``, with one
+exception: Meta's code for Llama 3 cuts a text every 400,000 characters, and runs of more than
+25,000 characters with or without whitespace. transformers does not, so ids around such a cut may
+differ. Text that looks like a special token is encoded as plain text (``split_special_tokens``);
+turn that off when adding a chat template.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _UNUSED = 5
 _BPE = 2
 _SPACE_MARK = "▁"
 
-# Text to compare two tokenizers: indentation, digits, a contraction, and characters of several bytes.
+# Text to compare two tokenizers: indentation, digits, a contraction, and characters of several
+# bytes.
 _SAMPLE = "def f(x):\n\treturn  x + 12345  # don't\r\n\n    é ☃ 𝔘𝔫𝔦 \u3000 Ωmega"
 
 
@@ -144,7 +147,8 @@ def _of_tiktoken(config: TokenizerConfig) -> _Export:
 
 def _byte_level(ranks: Mapping[bytes, int], pattern: str | None) -> FastTokenizer:
     """Byte-level BPE over GPT-2's alphabet, within the words that ``pattern`` matches."""
-    # Printable bytes map to themselves, the others to the characters after them (encoder.py, openai/gpt-2).
+    # Printable bytes map to themselves, the others to the characters after them (encoder.py,
+    # openai/gpt-2).
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = {ord(letter): letter for letter in letters if ord(letter) < 256}
     others = iter(letters[len(own) :])
@@ -152,7 +156,8 @@ def _byte_level(ranks: Mapping[bytes, int], pattern: str | None) -> FastTokenize
     spelled = {}
     for token, rank in ranks.items():
         spelled["".join(alphabet[byte] for byte in token)] = rank
-    # ignore_merges: as in tiktoken, a word that is a token becomes that token, even if no merges produce it.
+    # ignore_merges: as in tiktoken, a word that is a token becomes that token, even if no merges
+    # produce it.
     tokenizer = FastTokenizer(models.BPE(spelled, _merges(spelled), ignore_merges=True))
     words = [pre_tokenizers.Split(Regex(pattern), behavior="isolated")] if pattern else []
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -164,8 +169,8 @@ def _byte_level(ranks: Mapping[bytes, int], pattern: str | None) -> FastTokenize
 def _merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
     """Every pair of tokens whose concatenation is a token, ordered by that token's rank, then by their own.
 
-    tiktoken and sentencepiece join the neighbours whose concatenation has the lowest rank. So all splits of
-    a token are merges, not only the one it was learnt from.
+    tiktoken and sentencepiece join the neighbours whose concatenation has the lowest rank. So all
+    splits of a token are merges, not only the one it was learnt from.
     """
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -186,7 +191,8 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
             f"tokenizer file {config.file} {reason}, which tokenizer.json does not support"
         )
     prefix = proto.normalizer_spec.add_dummy_prefix
-    # If our encoding preserves U+2581, it must not replace a space here either: a space stays a space.
+    # If our encoding preserves U+2581, it must not replace a space here either: a space stays a
+    # space.
     space = " " if ours._space_mark_ids is not None and not prefix else _SPACE_MARK
     kinds = [piece.type for piece in proto.pieces]
     pieces = [

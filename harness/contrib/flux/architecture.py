@@ -35,7 +35,8 @@ _DECODERS = (
     "mup",
     "rope",
 )
-"""Fields of ``model`` that only decoders read, except ``rope.theta``; they would silently have no effect."""
+"""Fields of ``model`` that only decoders read, except ``rope.theta``; they would silently have no
+effect."""
 
 
 class FluxArchitecture(Architecture):
@@ -103,9 +104,9 @@ class FluxArchitecture(Architecture):
     def account(self, model: ModelConfig, seq_len: int) -> Accounting:
         """Count parameters and FLOPs; all of a sample are spread over its tokens.
 
-        A matrix counts 6 FLOPs per value for every row that it multiplies: tokens of the caption, of the
-        picture, or of both, or one row per sample. All positions attend to all, so both counts of attention
-        are the full square.
+        A matrix counts 6 FLOPs per value for every row that it multiplies: tokens of the caption,
+        of the picture, or of both, or one row per sample. All positions attend to all, so both
+        counts of attention are the full square.
         """
         parameters = 0
         products = 0.0

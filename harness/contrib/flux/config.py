@@ -21,12 +21,14 @@ PIXELS = 8
 class FluxConfig:
     """A diffusion transformer with double- and single-stream blocks (github.com/black-forest-labs/flux).
 
-    ``model.dim``, ``n_layers``, ``n_heads`` and ``ffn_hidden_dim`` are those of its blocks. The sequence of
-    ``training.seq_len`` tokens is that of the caption, ``text_length`` tokens, then that of the picture.
+    ``model.dim``, ``n_layers``, ``n_heads`` and ``ffn_hidden_dim`` are those of its blocks. The
+    sequence of ``training.seq_len`` tokens is that of the caption, ``text_length`` tokens, then
+    that of the picture.
     """
 
     double_layers: int = numerics(0, least=0)
-    """Number of first blocks with separate weights for caption and picture; the others are single-stream."""
+    """Number of first blocks with separate weights for caption and picture; the others are
+    single-stream."""
     latent_channels: int = numerics(16, least=1)
     """Channels of the autoencoder's latents. A token of the picture has 2 x 2 of them."""
     text_length: int = numerics(512, least=1)
@@ -90,7 +92,8 @@ class SamplingConfig:
     output: str = label("pictures", written="folder")
     """Folder of the PNG files, 000.png for the first prompt."""
     size: int | None = label(None, least=1)
-    """Height and width in pixels; null: those of training, which weights of other software do not record."""
+    """Height and width in pixels; null: those of training, which weights of other software do not
+    record."""
     steps: int = label(28, least=1)
     """Euler steps from noise to the picture. FLUX.1-schnell needs 4."""
     guidance: float = label(3.5, least=0)
@@ -147,7 +150,8 @@ def block_modules(model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
     if layer >= flux_of(model).double_layers:
         yield _modulation(f"{prefix}mod", 3, model)
         yield from _attention(f"{prefix}attn", model)
-        # One linear takes the results of both; it is stored as two, because tensor parallel splits each.
+        # One linear takes the results of both; it is stored as two, because tensor parallel splits
+        # each.
         yield from _feed_forward(f"{prefix}mlp", model, output_bias=False)
         return
     for stream in STREAMS:

@@ -1,7 +1,8 @@
 """What the plan needs to know of Flux: saved activations and operations (no torch).
 
-As ``harness.tools.plan.activations``: all widths are per token of a sequence. Tokens of captions and pictures
-have the same width in a block, so the declarations do not distinguish them, except for products.
+As ``harness.tools.plan.activations``: all widths are per token of a sequence. Tokens of captions
+and pictures have the same width in a block, so the declarations do not distinguish them, except for
+products.
 """
 
 from __future__ import annotations

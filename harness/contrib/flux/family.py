@@ -182,7 +182,8 @@ FLUX = FluxFamily(
     names=_DOUBLE,
     config_fields=_fields,
     requires=_REQUIRED,
-    # The first is not used by Flux; a picture's size and the length of captions are not the model's.
+    # The first is not used by Flux; a picture's size and the length of captions are not the
+    # model's.
     kept=(
         "vocab_size",
         "norm_eps",
@@ -216,8 +217,8 @@ _ORIGINAL_OUTSIDE = {
     "final_mod": "final_layer.adaLN_modulation.1",
     "output": "final_layer.linear",
 }
-# In a block's stream, and in a block with one stream. Ours of one name are joined in our order: by rows, in
-# linear2 by columns.
+# In a block's stream, and in a block with one stream. Ours of one name are joined in our order: by
+# rows, in linear2 by columns.
 _ORIGINAL_DOUBLE = {
     "mod": "mod.lin",
     **dict.fromkeys(("attn.wq", "attn.wk", "attn.wv"), "attn.qkv"),

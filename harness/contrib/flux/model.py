@@ -15,8 +15,8 @@ from harness.model.kernels import AttentionSpec, SdpaKernel
 from harness.model.part import ModelPart
 from harness.model.rope import rotate, signed_table
 
-# B: batch, T: sequence (of this rank, when it is split), L: its text tokens, I: its image tokens, C: residual
-# width, H: heads, D: head width, P: values of an image token
+# B: batch, T: sequence (of this rank, when it is split), L: its text tokens, I: its image tokens,
+# C: residual width, H: heads, D: head width, P: values of an image token
 
 TIME_FACTOR = 1000.0
 LONGEST_PERIOD = 10000.0
@@ -162,8 +162,8 @@ class Flux(ModelPart):
         Args:
             config: the model.
             seq_len: tokens of a caption and a square picture.
-            modules: stage names as in ``harness.config.pipeline``: tok_embeddings (all before the blocks),
-                layers.<i>, norm and output (all after them); None means all.
+            modules: stage names as in ``harness.config.pipeline``: tok_embeddings (all before the
+                blocks), layers.<i>, norm and output (all after them); None means all.
         """
         super().__init__()
         self.flux = flux = flux_of(config)
@@ -171,7 +171,8 @@ class Flux(ModelPart):
         has = (lambda name: True) if modules is None else set(modules).__contains__
         self.config = config
         self.seq_len = seq_len
-        # The engine follows the length of batches (set_length); Flux refuses those of other lengths.
+        # The engine follows the length of batches (set_length); Flux refuses those of other
+        # lengths.
         self.job_seq_len = seq_len
         self._share: Tensor | None = None
         first = has("tok_embeddings")
@@ -312,8 +313,8 @@ def sinusoids(values_B: Tensor, width: int) -> Tensor:
 def rotation_table(config: ModelConfig, grid: tuple[int, int], device: torch.device) -> Tensor:
     """The rotation table [2, L + I, D] for a picture of ``grid`` tokens (rows, columns).
 
-    A position has three numbers, each of which rotates its own part of a head: 0, row and column; all are 0
-    in a caption.
+    A position has three numbers, each of which rotates its own part of a head: 0, row and column;
+    all are 0 in a caption.
     """
     (rows, columns) = grid
     flux = flux_of(config)

@@ -1,8 +1,8 @@
 """What a step trains: noise, times, and the loss of flow matching.
 
-Every random value comes from a generator seeded with the run's seed, a purpose, and the number of the sample.
-So it depends neither on the layout nor on where a run was resumed. It does depend on the kind of device, as
-initial values do (``harness.parallelism.materialize``).
+Every random value comes from a generator seeded with the run's seed, a purpose, and the number of
+the sample. So it depends neither on the layout nor on where a run was resumed. It does depend on
+the kind of device, as initial values do (``harness.parallelism.materialize``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class ImageBatch(NamedTuple):
     std_BCHW: Tensor | None
     """Standard deviation of the same, scaled; None: the mean is used as it is."""
     text_BLD: Tensor
-    """Embedding of the caption's tokens (T5). Rows of dropped captions have that of the empty caption."""
+    """Embedding of the caption's tokens (T5). Rows of dropped captions have that of the empty
+    caption."""
     pooled_BP: Tensor
     """Embedding of the caption (CLIP)."""
     numbers_B: Tensor

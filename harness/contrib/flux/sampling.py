@@ -95,8 +95,8 @@ class Sampling(NamedTuple):
     Attributes:
         steps: passes of the model.
         guidance: strength of guidance, given to a model with ``flux.guidance``.
-        cfg: weight of classifier-free guidance: the velocity is ``empty + cfg * (caption - empty)``, with a
-            second pass for the empty caption. 1: only one pass.
+        cfg: weight of classifier-free guidance: the velocity is ``empty + cfg * (caption -
+            empty)``, with a second pass for the empty caption. 1: only one pass.
     """
 
     steps: int
@@ -107,8 +107,8 @@ class Sampling(NamedTuple):
 def sampling_times(steps: int, shift: float) -> list[float]:
     """Times from 1 (noise) to 0, with more of them near noise for a positive shift.
 
-    ``e^s t / (1 + (e^s - 1) t)`` of equally spaced t (src/flux/sampling.py, get_schedule); as in diffusers,
-    in float32.
+    ``e^s t / (1 + (e^s - 1) t)`` of equally spaced t (src/flux/sampling.py, get_schedule); as in
+    diffusers, in float32.
     """
     times = np.linspace(1, 0, steps + 1).astype(np.float32)
     factor = np.float32(math.exp(shift))
@@ -133,7 +133,8 @@ class LatentSampler:
 
     Args:
         part: the model.
-        mesh: all ranks call ``sample`` together; tensor- and context-parallel ranks with the same pictures.
+        mesh: all ranks call ``sample`` together; tensor- and context-parallel ranks with the same
+            pictures.
         flow: its shift of times is that of sampling, too.
     """
 

@@ -1,7 +1,7 @@
 """Meta's original checkpoints: params.json, and one consolidated.*.pth per model-parallel rank.
 
-Their parameters have our names. Two things differ: each file has one rank's shard of a parameter, and the
-rows of wq and wk are ordered for rotating interleaved pairs.
+Their parameters have our names. Two things differ: each file has one rank's shard of a parameter,
+and the rows of wq and wk are ordered for rotating interleaved pairs.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
     shape = shards[0].shape
     wanted = _shape_of(name, config)
     whole = shards[0]
-    # fairscale's layers split a matrix by rows (ColumnParallelLinear, and the embedding of Llama 3) or by
-    # columns (RowParallelLinear, and the embedding of Llama 2), and repeat vectors.
+    # fairscale's layers split a matrix by rows (ColumnParallelLinear, and the embedding of Llama 3)
+    # or by columns (RowParallelLinear, and the embedding of Llama 2), and repeat vectors.
     if len(shards) > 1 and len(shape) > 1 and all(shard.shape == shape for shard in shards):
         whole = torch.cat(list(shards), dim=1 if shape[0] == wanted[0] else 0)
     if tuple(whole.shape) != wanted or any(shard.shape != shape for shard in shards):

@@ -1,7 +1,7 @@
 """Readers of token files that other programs write: Megatron-Core, numpy, llm.c, datatrove.
 
-A reader checks what a file says about itself (magic, version, type, length, offsets) and returns a part of a
-token sequence (``tokens.Tokens``).
+A reader checks what a file says about itself (magic, version, type, length, offsets) and returns a
+part of a token sequence (``tokens.Tokens``).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 from harness.data.tokens import Opening, TokenFormat, Tokens, map_file, size_of
 from harness.util.errors import DataError
 
-# Megatron-Core 0.16, megatron/core/datasets/indexed_dataset.py (_IndexWriter and DType): magic, version, code
-# of the type, number of sequences, number of documents + 1; then int32 lengths, int64 offsets in bytes, int64
-# first sequence of each document, and for multimodal data int8 modes.
+# Megatron-Core 0.16, megatron/core/datasets/indexed_dataset.py (_IndexWriter and DType): magic,
+# version, code of the type, number of sequences, number of documents + 1; then int32 lengths, int64
+# offsets in bytes, int64 first sequence of each document, and for multimodal data int8 modes.
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MEGATRON_MAGIC = b"TNTIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
-# llm.c, dev/data/data_common.py: 256 int32, of which magic, version and number of tokens are used. Shards of
-# modded-nanogpt are of the first kind.
+# llm.c, dev/data/data_common.py: 256 int32, of which magic, version and number of tokens are used.
+# Shards of modded-nanogpt are of the first kind.
 _LLMC_HEADER_BYTES = 1024
 _LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLMC_EXAMPLES = 20240522

@@ -1,9 +1,9 @@
 """Weights in the layout of torchtitan's models, in a DCP checkpoint without a manifest.
 
-Its dense models have our parameter names, but for the four of ``name_of`` since 0.3.0. Its Llama rotates
-interleaved pairs, as Meta's code does, so the rows of wq and wk have another order (``_permute`` in
-torchtitan/models/llama3/state_dict_adapter.py); its Qwen 3 rotates halves, as we do. Its checkpoints hold
-both the embedding table and the output projection even if they are tied.
+Its dense models have our parameter names, but for the four of ``name_of`` since 0.3.0. Its Llama
+rotates interleaved pairs, as Meta's code does, so the rows of wq and wk have another order
+(``_permute`` in torchtitan/models/llama3/state_dict_adapter.py); its Qwen 3 rotates halves, as we
+do. Its checkpoints hold both the embedding table and the output projection even if they are tied.
 """
 
 from __future__ import annotations

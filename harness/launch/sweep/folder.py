@@ -285,7 +285,8 @@ OF_THE_COMMAND = tuple(
 def unique_points(composed: Sequence[Composed], swept: Sequence[str] | None = None) -> list[Point]:
     """Return the points, which have a job, one per run folder.
 
-    ``swept`` are labels of which each value has a run of its own; None: those by which alone points differ.
+    ``swept`` are labels of which each value has a run of its own; None: those by which alone points
+    differ.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
     found: dict[Path, Point] = {}

@@ -168,8 +168,8 @@ def _start_record(folder: SweepFolder, record: StudyRecord) -> None:
 class Study:
     """Asks Optuna for points, runs them as points of a sweep, and tells it their values.
 
-    A point that has already run gives its value at once. A point that failed is not started again by the same
-    process, but when the study continues.
+    A point that has already run gives its value at once. A point that failed is not started again
+    by the same process, but when the study continues.
     """
 
     folder: SweepFolder

@@ -49,7 +49,8 @@ LONGEST_FOLLOW_SECONDS = 30.0
 class Array:
     """Points of one shape that are submitted as one job array.
 
-    At most ``at_once`` of them run at once. ``after`` is the index of the array that must end first, if any.
+    At most ``at_once`` of them run at once. ``after`` is the index of the array that must end
+    first, if any.
     """
 
     points: list[Point]
@@ -60,8 +61,8 @@ class Array:
 def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     """Group points into arrays of which at most ``limit`` points run at once, over all arrays.
 
-    SLURM limits each array separately, so the limit is divided among the arrays. If there are more arrays
-    than the limit, some wait until another one has ended.
+    SLURM limits each array separately, so the limit is divided among the arrays. If there are more
+    arrays than the limit, some wait until another one has ended.
     """
     by_shape: dict[Shape, list[Point]] = {}
     for point in points:
@@ -71,8 +72,8 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     for group in by_shape.values():
         pieces += [group[start : start + most] for start in range(0, len(group), most)]
     shares = _shares([len(piece) for piece in pieces], limit)
-    # As many chains as may run at once. In a chain each array waits for the one before it; the next array
-    # goes to the chain with the fewest points.
+    # As many chains as may run at once. In a chain each array waits for the one before it; the next
+    # array goes to the chain with the fewest points.
     chains = [Chain() for _ in range(min(limit, len(pieces)))]
     arrays = []
     for index, piece in enumerate(pieces):
@@ -177,8 +178,8 @@ class Selection:
     def arrays(self) -> tuple[list[Array], list[str]]:
         """Return the arrays to submit, and ids of the jobs that must end before the first array may start.
 
-        Points that are pending or running count towards ``cluster.max_running``, also those that other
-        commands have added to the sweep.
+        Points that are pending or running count towards ``cluster.max_running``, also those that
+        other commands have added to the sweep.
         """
         typed = {os.path.normpath(point.run_dir) for point in self.points}
         listed = self.folder.points()
@@ -243,7 +244,8 @@ def sweep(composed: Sequence[Composed]) -> int:
         for point in points:
             RunFolder(point.run_dir).plan(point.job, point.overrides)
         folder.add(points, skipped)
-        # Start the jobs as composed now: labels such as the partition or the time limit may have changed.
+        # Start the jobs as composed now: labels such as the partition or the time limit may have
+        # changed.
         stopped, submitted_only = _start(folder, points, skipped, rerun=True)
     return _finish(folder, points, stopped, submitted_only)
 
@@ -251,7 +253,8 @@ def sweep(composed: Sequence[Composed]) -> int:
 def resume(folder: SweepFolder, *, out_of_memory: bool = False) -> int:
     """Start the points of an existing sweep that are not complete; return the exit code.
 
-    With ``out_of_memory`` also points that ran out of memory, which fail again unless something has changed.
+    With ``out_of_memory`` also points that ran out of memory, which fail again unless something has
+    changed.
     """
     with folder.controlled():
         points = folder.points()
@@ -285,7 +288,8 @@ def _start(
 ) -> tuple[bool, bool]:
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
-    Return whether the user interrupted the sweep, and whether all started points were only submitted.
+    Return whether the user interrupted the sweep, and whether all started points were only
+    submitted.
     """
     for point in points:
         SlurmJobRecord.read(

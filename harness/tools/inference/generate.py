@@ -79,7 +79,8 @@ class GenerateConfig:
     stop: list[str] = label(factory=list)
     """Strings that end a text; they are not part of it."""
     stop_at_end: bool = label(True)
-    """Whether the tokenizer's end-of-document token ends a text; with ``chat`` also the end of a turn."""
+    """Whether the tokenizer's end-of-document token ends a text; with ``chat`` also the end of a
+    turn."""
     json: bool = label(False)
     """Print one JSON object instead of text, as ``--json`` does."""
     options: dict[str, Any] = label(factory=dict)

@@ -1,8 +1,8 @@
 """The first wrong place: the first value, in the order of computation, that departs where a layout differs.
 
-The layout and one process run again, without the compiler, up to a step that differs. Forward hooks record
-outputs of modules. A rank's part of one is compared with the same rows, positions and columns of the one
-process, so nothing is gathered.
+The layout and one process run again, without the compiler, up to a step that differs. Forward hooks
+record outputs of modules. A rank's part of one is compared with the same rows, positions and
+columns of the one process, so nothing is gathered.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dic
     """What updates have left on this rank, by the words that name it; call on all ranks.
 
     Args:
-        start: weights before the first update. What is compared is how far the weights have moved: an error
-            of one update in a thousand is then as large as it is.
+        start: weights before the first update. What is compared is how far the weights have moved:
+            an error of one update in a thousand is then as large as it is.
         batch: a batch to validate.
     """
     results = {}
@@ -142,7 +142,8 @@ def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dic
 def tolerance_of(result: str, tolerances: tuple[float, float]) -> float:
     """Tolerance of one of ``results_of``: loads and biases are integers, or computed from them, so equal.
 
-    An update divides a gradient by its size, so where gradients are small it differs more than they do.
+    An update divides a gradient by its size, so where gradients are small it differs more than they
+    do.
     """
     if result == VALIDATION:
         return tolerances[0]
@@ -211,7 +212,8 @@ def _keep(
     output: Any,
 ) -> None:
     """Forward hook: keep a copy of a module's output [B, T, ...] or [B, ...]."""
-    # Private, read in torch 2.13 to 2.15: not -1 inside of a backward pass, which recomputes modules.
+    # Private, read in torch 2.13 to 2.15: not -1 inside of a backward pass, which recomputes
+    # modules.
     if torch._C._current_graph_task_id() != -1:
         return
     if isinstance(output, Routing):

@@ -39,7 +39,8 @@ moved, loads of experts, and a validation loss. A layout saves, is built again a
 EXIT_DIFFERS = 1
 KEPT_REFERENCES = 8
 TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2), "float8": (1e-3, 2e-1)}
-# A sum in another order can move a running mean to the next 8-bit code, as it rounds a weight in bfloat16.
+# A sum in another order can move a running mean to the next 8-bit code, as it rounds a weight in
+# bfloat16.
 TOLERANCES[EIGHT_BIT] = TOLERANCES["bfloat16"]
 
 
@@ -69,8 +70,8 @@ class ParityConfig:
     those of an optimizer's state included."""
     gradient_tolerance: float | None = label(None, least=0)
     """Largest relative difference of a gradient (2-norm, per parameter) or of the gradient norm; null: 1e-4
-    in float32, 5e-2 in bfloat16 and with 8-bit state, 0.2 in float8. Ten times as much is allowed of how
-    far a weight moved."""
+    in float32, 5e-2 in bfloat16 and with 8-bit state, 0.2 in float8. Ten times as much is allowed
+    of how far a weight moved."""
 
     def validate(self, training_steps: int) -> None:
         """Raise ConfigError for combinations that are not allowed."""
@@ -133,7 +134,8 @@ def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
     """Train on this rank of a process group and record losses, norms, full gradients and results.
 
     Args:
-        resume_in: an empty folder that all ranks share, to resume there in the middle; None: do not resume.
+        resume_in: an empty folder that all ranks share, to resume there in the middle; None: do not
+            resume.
     """
     from harness.tools.parity.first_wrong import (
         full_gradients,
@@ -171,7 +173,8 @@ def compare(
 ) -> Verdict:
     """Compare the traces of all ranks of a layout with the trace of a single process.
 
-    Every rank counts: a different loss on one rank, or a gradient that no rank has, fails the comparison.
+    Every rank counts: a different loss on one rank, or a gradient that no rank has, fails the
+    comparison.
     """
     from harness.tools.parity.first_wrong import result_differences, share_differences, tolerance_of
 
@@ -246,8 +249,9 @@ class LayoutComparer:
         expected = self._reference(alone)
         verdict = against(expected)
         if not verdict.passed and lowest_format(job) != "float32":
-            # One process sums all rows of a batch in low precision, and can be less exact than several ranks:
-            # an embedding's gradient in bfloat16 was 5 % from float32, that of eight ranks 0.6 %.
+            # One process sums all rows of a batch in low precision, and can be less exact than
+            # several ranks: an embedding's gradient in bfloat16 was 5 % from float32, that of eight
+            # ranks 0.6 %.
             verdict = against(self._reference(in_float32(alone)))
         if verdict.passed:
             return verdict
@@ -309,7 +313,8 @@ def lowest_format(job: Job) -> str:
 def in_float32(job: Job) -> Job:
     """Return a copy of a job that computes in float32.
 
-    The job is resolved, so its fields have formats that came from its precision; these are derived again.
+    The job is resolved, so its fields have formats that came from its precision; these are derived
+    again.
     """
     job = dataclasses.replace(job, precision=type(job.precision)())
     for name, default in formats_of(Job()).items():
@@ -329,10 +334,10 @@ def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
 def comparisons(job: Job) -> list[Job]:
     """Return the jobs to compare for a layout: usually the job itself.
 
-    A job of low precision is compared twice: in float32, whose tolerance is small, and in its precision. Low
-    precision changes router scores, so that some tokens go to other experts, and gradients differ more than
-    by an error in the layout. So experts are compared with their own routing in float32 only, and with
-    ``model.moe.force_balance`` in their precision.
+    A job of low precision is compared twice: in float32, whose tolerance is small, and in its
+    precision. Low precision changes router scores, so that some tokens go to other experts, and
+    gradients differ more than by an error in the layout. So experts are compared with their own
+    routing in float32 only, and with ``model.moe.force_balance`` in their precision.
     """
     if lowest_format(job) == "float32":
         return [job]
@@ -461,8 +466,8 @@ def compose_layouts(
 def single_process(job: Job) -> Job:
     """The same job on one rank: eager, without activation checkpointing and loss chunks.
 
-    A float8 scale is the maximum over all rows that a linear processes at once. So for float8 the one rank
-    processes as many rows at once as each rank of the layout.
+    A float8 scale is the maximum over all rows that a linear processes at once. So for float8 the
+    one rank processes as many rows at once as each rank of the layout.
     """
     rows = None if job.precision.linear == "none" else job.microbatch_size
     training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)

@@ -1,7 +1,7 @@
 """Random valid jobs, small enough for a laptop, for ``harness parity parity.random``. Imports no torch.
 
-A seed determines one job. Values are sampled field by field; a sample that the job's validation rejects is
-sampled again, so that no rule is repeated here.
+A seed determines one job. Values are sampled field by field; a sample that the job's validation
+rejects is sampled again, so that no rule is repeated here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def random_job(
     fixed_names = {override.partition("=")[0] for override in fixed}
     if "experiment" in fixed_names:
         fixed_names |= {"model", "data", "training.seq_len"}
-    # The vocabulary is sampled for the data: fields of a typed model are, unless the data is typed too.
+    # The vocabulary is sampled for the data: fields of a typed model are, unless the data is typed
+    # too.
     whole = {"data", "model"} if fixed_names >= {"data", "model"} else fixed_names & {"data"}
 
     def is_fixed(override: str) -> bool:
@@ -65,8 +66,8 @@ def random_job(
 
     rejected = ""
     for number in range(SAMPLES):
-        # Try each set of degrees several times; otherwise most accepted jobs would have one rank, which is
-        # valid most often.
+        # Try each set of degrees several times; otherwise most accepted jobs would have one rank,
+        # which is valid most often.
         if number % SAMPLES_PER_DEGREES == 0:
             degrees = _sample_degrees(generator, ranks)
         sampled = [*groups, *_sample_fields(generator, groups, degrees), *_sample_sizes(sizes)]

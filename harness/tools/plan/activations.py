@@ -1,11 +1,12 @@
 """The activations that each part of a decoder saves for its backward pass, per token (no torch).
 
 Every tensor is declared with its width, format, and how the layout splits it. This is the method of
-Korthikanti et al. (arXiv:2205.05198, section 4), applied to what this code saves: grouped queries, gated
-feed-forwards, norms without a mean, no dropout. Tests compare the declarations of eager blocks with what
-autograd saves for a real block.
+Korthikanti et al. (arXiv:2205.05198, section 4), applied to what this code saves: grouped queries,
+gated feed-forwards, norms without a mean, no dropout. Tests compare the declarations of eager
+blocks with what autograd saves for a real block.
 
-A tensor that two operations save is declared once. Parameters and the rotation table are not activations.
+A tensor that two operations save is declared once. Parameters and the rotation table are not
+activations.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class SavedBy(StrEnum):
     EAGER = "eager"
     """Eager blocks; compiled ones recompute it in the kernel that needs it."""
     COMPOSITE_NORM = "composite norm"
-    """Eager blocks on CPUs, where RMSNorm consists of single operations; CUDA has one kernel for it."""
+    """Eager blocks on CPUs, where RMSNorm consists of single operations; CUDA has one kernel for
+    it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class PartActivations:
     kept: tuple[SavedTensor, ...]
     """Saved for backward, without recomputation."""
     products: tuple[SavedTensor, ...] = ()
-    """Results of matrix products in the order of computation; selective recomputation may save some."""
+    """Results of matrix products in the order of computation; selective recomputation may save
+    some."""
     always_saved: tuple[SavedTensor, ...] = ()
     """Results that selective recomputation always saves: those of attention."""
     choices: tuple[SavedTensor, ...] = ()
@@ -139,7 +142,8 @@ def norm_activations(
 ) -> tuple[SavedTensor, ...]:
     """RMSNorm: its input and the reciprocal root mean squares; its output is counted with its consumer.
 
-    With single operations, the input and the normalized input before the weight are saved as float32.
+    With single operations, the input and the normalized input before the weight are saved as
+    float32.
     """
     return (
         SavedTensor(f"{name}.in", heads * width, cut, "norm"),
@@ -169,7 +173,8 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
         extra += norm_activations("k_l2", width, INNER, groups)[:2]
     padded = width
     if of.sinks:
-        # model/kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
+        # model/kernels.py, _with_sink: one more feature and one more key, padded to a multiple of
+        # eight.
         padded += 8
         extra += (_inner("wo.in", q),)
     tensors = (
@@ -217,7 +222,8 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
         _inner("q", wide),
         _inner("k", wide),
     )
-    # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width of keys.
+    # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width
+    # of keys.
     padded = on_cpu and value != wide
     out = _inner("attended", wide if padded else value), _inner(LSE, heads, "float32")
     kept += (_inner("v", wide if padded else up), *out)
@@ -237,7 +243,8 @@ def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
         kept=(inner("gate"), inner("up"), inner("silu", by=SavedBy.EAGER), inner("product")),
         products=(inner("gate"), inner("up"), SavedTensor(f"{name}.w2", dim, PARTIAL)),
         forward=(inner("gate, up, silu, product", 4),),
-        # Backward multiplies the product's gradient by both factors; the product itself is freed by then.
+        # Backward multiplies the product's gradient by both factors; the product itself is freed by
+        # then.
         backward=(inner("grads", 2),),
     )
 

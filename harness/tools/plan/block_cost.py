@@ -18,8 +18,8 @@ from harness.tools.plan.parameters import BYTES, tp_of
 class ElementWise:
     """Element-wise operations in an eager forward, in bytes per 16-bit value; backward moves twice as much.
 
-    Eager kernels are counted one by one; a compiled operation is one kernel that reads its inputs and writes
-    its output.
+    Eager kernels are counted one by one; a compiled operation is one kernel that reads its inputs
+    and writes its output.
     """
 
     norm: float = 4
@@ -36,25 +36,28 @@ class ElementWise:
     """Per value of the residual stream, which routers read in 32 bits."""
     sort: float = 18
     """Per value of a row of an expert: rows are copied in the experts' order, back, and added up in 32 bits,
-    as in published runs. ``model/combine.py`` moves a third of it; what that saves, a GPU has to show."""
+    as in published runs. ``model/combine.py`` moves a third of it; what that saves, a GPU has to
+    show."""
     exchanged: float = 8
     """The same, more: rows that came from other ranks are sorted by expert, and back
     (``parallelism/expert.py``)."""
     kernels: int = 15
-    """Kernels of a block in forward other than products, for their fixed cost; backward has twice as many."""
+    """Kernels of a block in forward other than products, for their fixed cost; backward has twice
+    as many."""
     expert_kernels: int = 31
     """The same, more, if the block has experts: routing, sorting and counting."""
 
 
-# A norm reads and writes; a sum of two streams takes 6; a rotation casts up, multiplies complex numbers and
-# casts down (20); a gate is SiLU (4) and a product (6); a clamped one has two clamps, a factor, a sigmoid, a
-# sum and two products (32). Experts' rows are copied twice (8), cast (6) and read by the product that adds
-# them up (4). Kernels are those of rehearsals (experiments/rehearsal/TABLES.md: 1,900 and 992 for 32 blocks
-# with half of a forward recomputed); those of compiled experts are assumed.
+# A norm reads and writes; a sum of two streams takes 6; a rotation casts up, multiplies complex
+# numbers and casts down (20); a gate is SiLU (4) and a product (6); a clamped one has two clamps, a
+# factor, a sigmoid, a sum and two products (32). Experts' rows are copied twice (8), cast (6) and
+# read by the product that adds them up (4). Kernels are those of rehearsals
+# (experiments/rehearsal/TABLES.md: 1,900 and 992 for 32 blocks with half of a forward recomputed);
+# those of compiled experts are assumed.
 #
-# Gradients of biases: of 1,571 ms of a step of GPT-OSS 20b another kernel saves 183 (MFU of 16.50 and
-# 18.68 %, github.com/pytorch/torchtitan/pull/2686), of which adding the biases takes 30: 6.4 ms for each of
-# 24 layers of 32,768 rows.
+# Gradients of biases: of 1,571 ms of a step of GPT-OSS 20b another kernel saves 183 (MFU of 16.50
+# and 18.68 %, github.com/pytorch/torchtitan/pull/2686), of which adding the biases takes 30: 6.4 ms
+# for each of 24 layers of 32,768 rows.
 EAGER = ElementWise()
 COMPILED = replace(
     EAGER,
@@ -68,16 +71,16 @@ COMPILED = replace(
     kernels=8,
     expert_kernels=15,
 )
-# Before torch 2.9 (github.com/pytorch/pytorch/pull/153666) an eager norm casts up, squares, averages, scales,
-# casts down and multiplies by the weight, one kernel each.
+# Before torch 2.9 (github.com/pytorch/pytorch/pull/153666) an eager norm casts up, squares,
+# averages, scales, casts down and multiplies by the weight, one kernel each.
 UNFUSED = replace(EAGER, norm=30)
 
 # Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
 EAGER_LOGIT = 34.0
 COMPILED_LOGIT = 14.0
 
-# torch gathers and scatters along the first dimension; along the sequence, the tensor is copied before or
-# after (torch/distributed/_functional_collectives.py): one read and one write.
+# torch gathers and scatters along the first dimension; along the sequence, the tensor is copied
+# before or after (torch/distributed/_functional_collectives.py): one read and one write.
 ALONG_SEQUENCE = 2.0
 
 
@@ -95,10 +98,10 @@ class Casts:
     """Of weights again, for gradients of inputs: along the other dimension."""
 
 
-# One scale a tensor: one read for the maximum, then one read and a write of a byte; a gradient's product also
-# needs the transposed layout: one more read and write. One scale a row: a row is read once, a column twice; a
-# weight's columns are copied into rows first. Blocks of 32 values are read once in either direction
-# (torchao/testing/training/roofline_utils.py).
+# One scale a tensor: one read for the maximum, then one read and a write of a byte; a gradient's
+# product also needs the transposed layout: one more read and write. One scale a row: a row is read
+# once, a column twice; a weight's columns are copied into rows first. Blocks of 32 values are read
+# once in either direction (torchao/testing/training/roofline_utils.py).
 CASTS = {
     "float8_tensorwise": Casts(5, 2, 7, 5, 3),
     "float8_rowwise": Casts(3, 5, 8, 3, 7),
@@ -107,8 +110,8 @@ CASTS = {
 }
 
 COUNT_BYTES = 8
-# Triton's kernels pad heads to a power of two: QK_HEAD_DIM_ROUNDED in a log in which backward has 250 TFLOP/s
-# on an H100, at widths of 192 and 128 (github.com/pytorch/torchtitan/pull/1437).
+# Triton's kernels pad heads to a power of two: QK_HEAD_DIM_ROUNDED in a log in which backward has
+# 250 TFLOP/s on an H100, at widths of 192 and 128 (github.com/pytorch/torchtitan/pull/1437).
 PADDED_KERNELS = ("flex",)
 HIGH_PRECISION = "float8_rowwise_hp"
 ROWWISE = ("float8_rowwise", HIGH_PRECISION)
@@ -155,7 +158,8 @@ class Worker:
         of = job.model.moe
         ep = layout.ep
         self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
-        # With one scale a tensor, inputs are cast before they are gathered (harness/precision/swap.py).
+        # With one scale a tensor, inputs are cast before they are gathered
+        # (harness/precision/swap.py).
         self.casts_stream = (
             job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
         )
@@ -180,9 +184,9 @@ class Worker:
         tensor = self._tensor(operations, recompute=False)
         experts = self._to_experts(operations, counts=True)
         forward = Pass(max(computing, host), (*tensor, *context.forward(), *experts))
-        # FSDP casts a microbatch's gradients to the dtype in which they are reduced (read 2 bytes, write 4).
-        # If several passes share one reduction, it adds them to the sum instead (read 2 and 4, write 4;
-        # FSDPParam's ``accumulate_unsharded_grad_if_needed``).
+        # FSDP casts a microbatch's gradients to the dtype in which they are reduced (read 2 bytes,
+        # write 4). If several passes share one reduction, it adds them to the sum instead (read 2
+        # and 4, write 4; FSDPParam's ``accumulate_unsharded_grad_if_needed``).
         times = 2 if job.parallelism.pp > 1 else 1
         per_value = self.value_bytes + times * BYTES[job.precision.reduce_dtype]
         adding = self.machine.pass_seconds(self._held(operations, lambda product: True) * per_value)
@@ -375,8 +379,9 @@ class Worker:
     def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Collective, ...]:
         """Collectives of tensor parallel: before and after attention, and before and after the feed-forward.
 
-        Experts that are not split take rows of the split sequence, so of a mixture only shared experts count.
-        Recomputation ends before the last reduction, because backward needs nothing after it.
+        Experts that are not split take rows of the split sequence, so of a mixture only shared
+        experts count. Recomputation ends before the last reduction, because backward needs nothing
+        after it.
         """
         regions = 2 if operations.gate_width or self.job.parallelism.splits_experts else 1
         whole = self.rows * self.job.model.dim * self.value_bytes

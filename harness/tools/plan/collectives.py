@@ -13,10 +13,11 @@ from harness.tools.plan.machine import Group, Machine, expert_groups, group_of
 from harness.tools.plan.parameters import BYTES, tensors_by_module
 
 # A ring's partial results, eager (torch's _SDPAMerger and ring backward,
-# torch/distributed/tensor/experimental/ _context_parallel/_attention.py). Outputs: the cast to 32 bits (6)
-# and the difference, its product and sum (32). Gradients of queries: cast and sum (12). Keys and values:
-# copied into one buffer to be sent (4), and their gradients added up and copied in 32 bits (18). Half of a
-# load-balanced ring's steps work on half of the rows, but copy all of them (8).
+# torch/distributed/tensor/experimental/ _context_parallel/_attention.py). Outputs: the cast to 32
+# bits (6) and the difference, its product and sum (32). Gradients of queries: cast and sum (12).
+# Keys and values: copied into one buffer to be sent (4), and their gradients added up and copied in
+# 32 bits (18). Half of a load-balanced ring's steps work on half of the rows, but copy all of them
+# (8).
 RING_CAST = 6.0
 RING_MERGE = 32.0
 RING_QUERY = 12.0

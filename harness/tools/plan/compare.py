@@ -1,7 +1,7 @@
 """Plans of several jobs: a table of points, and two jobs line by line.
 
-``harness plan -m parallelism.tp=1,2,4`` and ``harness plan ... against="parallelism.tp=8"``, where ``A`` is
-the job of the command line, ``B`` the same job with the overrides of ``against``.
+``harness plan -m parallelism.tp=1,2,4`` and ``harness plan ... against="parallelism.tp=8"``, where
+``A`` is the job of the command line, ``B`` the same job with the overrides of ``against``.
 """
 
 from __future__ import annotations

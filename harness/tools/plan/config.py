@@ -38,7 +38,8 @@ class PlanJob(Job):
     """With search: file of the sweep that measures the shown layouts; null: sweeps/search/<name>.yaml,
     or sweep/<name>-search.yaml in the current folder if the former cannot be written."""
     rehearse: bool = label(False)
-    """Also rehearse the job on virtual GPUs (``harness rehearse``), and show its memory next to the plan."""
+    """Also rehearse the job on virtual GPUs (``harness rehearse``), and show its memory next to the
+    plan."""
     calibration: str | None = label(None)
     """File with the constants of the machine, written by ``calibrate``; null: constants fitted to published
     runs."""
@@ -46,9 +47,11 @@ class PlanJob(Job):
     """Folder of measured runs: fit the constants to them, and write the constants to ``calibration``; null:
     to calibration.json in that folder."""
     against: str | None = label(None, verbatim=True)
-    """Overrides, separated by spaces, of a second job to compare with line by line: this job with them."""
+    """Overrides, separated by spaces, of a second job to compare with line by line: this job with
+    them."""
     picture: str | None = label(None)
-    """PNG file to draw: memory by stage, and the pipeline's timeline; with search, of the best layout."""
+    """PNG file to draw: memory by stage, and the pipeline's timeline; with search, of the best
+    layout."""
 
     @property
     def varies(self) -> bool:  # type: ignore[override]

@@ -1,8 +1,8 @@
 """Efficiency constants: achieved fractions of data-sheet peaks, and fixed costs.
 
-The defaults are fitted (harness/tools/plan/make.py) on Table 1 and one row of Table 5 of torchtitan's
-published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints the errors.
-``harness plan calibrate=FOLDER`` fits them to measured runs.
+The defaults are fitted (harness/tools/plan/make.py) on Table 1 and one row of Table 5 of
+torchtitan's published tables (experiments/llama3_h100/published.csv) and on nothing else; the
+report prints the errors. ``harness plan calibrate=FOLDER`` fits them to measured runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from harness.util.errors import ConfigError, UserError
 class Achieved:
     """Fractions of a device's peaks that its best kernels achieve: those of the largest products.
 
-    Power limits the clock of modern devices under load, so the data sheet's peak is reached by none of them
+    Power limits the clock of modern devices under load, so the data sheet's peak is reached by none
+    of them
     (rocm.blogs.amd.com/software-tools-optimization/Understanding_Peak_and_Max-Achievable_FLOPS).
     """
 
@@ -35,31 +36,35 @@ class Achieved:
     others: dict[str, float] = field(default_factory=dict)
     """The same for kernels that other trainers ran, by name."""
     persistent: bool = True
-    """Whether products run as persistent kernels, one block for each multiprocessor, as since Hopper."""
+    """Whether products run as persistent kernels, one block for each multiprocessor, as since
+    Hopper."""
 
 
 # Products: "Maximum Achievable Matmul FLOPS", github.com/stas00/ml-engineering, compute/accelerator
-# (version 2 of the benchmark), and insights/when-to-upgrade-gpus for the H200 and B200. GB200 has the
-# B200's. AMD's float8: rocm.blogs.amd.com/software-tools-optimization/measuring-max-achievable-flops-part2.
+# (version 2 of the benchmark), and insights/when-to-upgrade-gpus for the H200 and B200. GB200 has
+# the B200's. AMD's float8:
+# rocm.blogs.amd.com/software-tools-optimization/measuring-max-achievable-flops-part2.
 #
-# Attention: torch.scaled_dot_product_attention prefers cuDNN on Hopper and Blackwell if its version is above
-# 9.15 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which wheels carry since torch 2.11
-# (github.com/huggingface/transformers/pull/48163); before, and on Ampere, it runs FlashAttention-2.
-# - flash2, A100: 50 to 73 % (arXiv:2307.08691, abstract). Hopper: 35 % (arXiv:2407.08608, abstract).
+# Attention: torch.scaled_dot_product_attention prefers cuDNN on Hopper and Blackwell if its version
+# is above 9.15 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which wheels carry since
+# torch 2.11 (github.com/huggingface/transformers/pull/48163); before, and on Ampere, it runs
+# FlashAttention-2. - flash2, A100: 50 to 73 % (arXiv:2307.08691, abstract). Hopper: 35 %
+# (arXiv:2407.08608, abstract).
 #   Blackwell: 333 to 390 TFLOP/s (github.com/Dao-AILab/flash-attention/issues/1589).
-# - flash1: half of flash2 (arXiv:2307.08691, abstract: 25 to 40 %).
-# - cudnn, Hopper: FlashAttention-3's 447 TFLOP/s in a step at 8 k tokens (insights/when-to-upgrade-gpus)
+# - flash1: half of flash2 (arXiv:2307.08691, abstract: 25 to 40 %). - cudnn, Hopper:
+# FlashAttention-3's 447 TFLOP/s in a step at 8 k tokens (insights/when-to-upgrade-gpus)
 #   times 600 / 646 (arXiv:2407.08608, forward at a head width of 128 and 8 k tokens). Blackwell: assumed,
 #   0.28 to 0.42; FlashAttention-4 has 834 TFLOP/s there.
-# - cudnn9.10, Blackwell: what takes 8B at 8 k from 10,902 to 12,211 tokens/s if flash2 has 340 TFLOP/s
+# - cudnn9.10, Blackwell: what takes 8B at 8 k from 10,902 to 12,211 tokens/s if flash2 has 340
+# TFLOP/s
 #   (github.com/pytorch/torchtitan/pull/1196).
 # - flex: 0.87 of flash2 (pytorch.org/blog/flexattention: 90 % forward, 85 % backward).
 # - aotriton, MI300X: 0.11 and later run AITER's kernels, "over 500 TFLOPS" in training
 #   (github.com/pytorch/pytorch/pull/161754); before, as AMD's FlashAttention-2: 223 to 231 TFLOP/s forward
 #   and backward (github.com/ROCm/flash-attention/issues/142).
 #
-# Products of training, as a fraction of the best ones, are slower than Hopper's:
-# - Blackwell: 0.8, assumed, 0.76 to 1. It is 0.76 if all but attention has 1.67 times Hopper's speed, as
+# Products of training, as a fraction of the best ones, are slower than Hopper's: - Blackwell: 0.8,
+# assumed, 0.76 to 1. It is 0.76 if all but attention has 1.67 times Hopper's speed, as
 #   measured at 8 k tokens (insights/when-to-upgrade-gpus), where the best products have 2.2 times.
 # - MI300X: 0.93 in 16 bits, from AMD's 0.74 to 0.81 for typical products (rocm.blogs.amd.com/
 #   artificial-intelligence/taf-blog, on an MI325X), against 0.82 fitted on Hopper. In 8 bits 0.85: training's
@@ -87,8 +92,8 @@ FIXED_POWER = 200.0
 """Watts under load that do not depend on the clock: memory, links, leakage; assumed, 100 to 250."""
 
 
-# The H100 96GB has 500 W in place of 700. Dynamic power is assumed to grow with the square of the clock;
-# attention does not use all the power.
+# The H100 96GB has 500 W in place of 700. Dynamic power is assumed to grow with the square of the
+# clock; attention does not use all the power.
 _CLOCK_500 = ((500 - FIXED_POWER) / (700 - FIXED_POWER)) ** 0.5
 ACHIEVED = {
     "A100 SXM 40GB": _A100,
@@ -122,21 +127,23 @@ class Constants:
     experiments/measure/held_out.py."""
     hgx: float = label(0.741, above=0)
     """Speed of products of Blackwell on HGX boards (1,000 W a GPU, mostly in air), as a fraction of that of a
-    GB200 (1,200 W, in liquid), both relative to their data sheets; assumed to be the clock that power allows.
-    Fitted, as ``matmul``: three sources agree, in 16 and 8 bits, eager and compiled."""
+    GB200 (1,200 W, in liquid), both relative to their data sheets; assumed to be the clock that
+    power allows. Fitted, as ``matmul``: three sources agree, in 16 and 8 bits, eager and compiled."""
     rowwise: float = label(0.8, above=0)
     """Speed of float8 products with a scale for each row, as a fraction of those with one for each tensor:
-    CUTLASS in place of cuBLAS; assumed, 0.75 to 0.9 (torchao/float8/README.md has tokens/s of both)."""
+    CUTLASS in place of cuBLAS; assumed, 0.75 to 0.9 (torchao/float8/README.md has tokens/s of
+    both)."""
     spread: float = label(0.0175, least=0)
     """Standard deviation of devices' speed; a step takes as long as its slowest device. Eight devices of a
     node differ by 5 % and more (github.com/stas00/ml-engineering, compute/accelerator, "Not all
     accelerators are created equal")."""
     grouped: float = label(0.8, above=0)
-    """Speed of experts' grouped products, as a fraction of a single product's; assumed, 0.7 to 0.95."""
+    """Speed of experts' grouped products, as a fraction of a single product's; assumed, 0.7 to
+    0.95."""
     imbalance: float = label(0.25, least=0)
     """Standard deviation of the experts' loads, as a fraction of their mean, unless they are forced to be
-    equal: the largest of 64 is 0.5 to 0.6 above the mean with an auxiliary loss (arXiv:2408.15664, table 2,
-    MaxVio)."""
+    equal: the largest of 64 is 0.5 to 0.6 above the mean with an auxiliary loss (arXiv:2408.15664,
+    table 2, MaxVio)."""
     attention: float = label(1.0, above=0)
     """Speed of fused attention, as a fraction of the best kernel (``ACHIEVED``)."""
     memory: float = label(0.85, above=0)
@@ -150,16 +157,17 @@ class Constants:
     """Minimum seconds of a collective; assumed."""
     contention: float = label(0.15, least=0)
     """Fraction of computing that is lost while a collective runs beside it: NCCL's blocks take
-    multiprocessors (24 of an H100's 132, forums.developer.nvidia.com/t/337991) and memory bandwidth;
-    assumed, 0.1 to 0.4 (arXiv:2507.03114: 0.19 in the mean, at most 0.4)."""
+    multiprocessors (24 of an H100's 132, forums.developer.nvidia.com/t/337991) and memory
+    bandwidth; assumed, 0.1 to 0.4 (arXiv:2507.03114: 0.19 in the mean, at most 0.4)."""
     second_wave: float = label(0.25, least=0)
     """Fraction that is lost in addition where matrix products are persistent kernels: a block whose
-    multiprocessor NCCL holds runs after all others. Assumed, 0 to 0.35: a product beside a collective takes
-    up to twice the time, a loss of 0.5 in all (github.com/pytorch/pytorch/issues/143988)."""
+    multiprocessor NCCL holds runs after all others. Assumed, 0 to 0.35: a product beside a
+    collective takes up to twice the time, a loss of 0.5 in all
+    (github.com/pytorch/pytorch/issues/143988)."""
     async_tp: float = label(0.3, least=0, most=1)
     """Fraction of tensor parallel's collectives that asynchronous tensor parallel hides: 0.15 to 0.5 by the
-    gains of 5 to 12 % in torchtitan's tables. It counts for all of them, though those that sum several
-    products (the reduce-scatters of backward) are not fused, with any batch size."""
+    gains of 5 to 12 % in torchtitan's tables. It counts for all of them, though those that sum
+    several products (the reduce-scatters of backward) are not fused, with any batch size."""
     launch: float = label(3e-6, least=0)
     """Minimum seconds of a kernel; assumed."""
     host: float = label(20e-6, least=0)
@@ -179,14 +187,15 @@ class Software:
     """Speed of computing as a multiple of torch's kernels', of a trainer with other libraries."""
     joint_ends: bool = False
     """Whether embedding, last norm and output are one FSDP group, gathered from the first module to the last,
-    and the last block stays gathered too: torchtitan before its pull request 1094 (July 2025). For memory."""
+    and the last block stays gathered too: torchtitan before its pull request 1094 (July 2025). For
+    memory."""
     repeats_keys: bool = False
     """Whether a ring has keys and values repeated for all query heads: torchtitan before its pull request
     2259 (January 2026; issue 1283). For memory."""
     keeps_outputs: bool = False
     """Whether a pipeline keeps outputs of stages, the last one's too, and gradients of their inputs until the
-    next step: torch before its pull requests 153383 (May 2025) and 164329 (October 2025; issue 159251 on the
-    last stage). For memory."""
+    next step: torch before its pull requests 153383 (May 2025) and 164329 (October 2025; issue
+    159251 on the last stage). For memory."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +225,8 @@ class Calibration:
                 own.setdefault("hgx", 1.0)  # earlier versions had it in matmul and float8
             read: Calibration = from_dict(Calibration, loads(dumps(plain)))  # "inf" is text there
             if "grouped" not in plain["constants"]:
-                # It has fractions of the data sheet's peak in place of fractions of achieved speeds.
+                # It has fractions of the data sheet's peak in place of fractions of achieved
+                # speeds.
                 raise ValueError("an earlier version wrote it for a GPU")
             check_rules(read)
             return read

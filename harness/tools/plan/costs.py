@@ -60,7 +60,8 @@ class Costs(ABC):
     """Costs of an architecture; without one of the methods, memory and time are unknown. No state."""
 
     sample = ""
-    """What a sample is called if its cost and rate are shown beside those of a token, such as "image"."""
+    """What a sample is called if its cost and rate are shown beside those of a token, such as
+    "image"."""
 
     @abstractmethod
     def kind(self, model: ModelConfig) -> str:

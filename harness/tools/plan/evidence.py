@@ -1,7 +1,8 @@
 """How far a plan can be trusted: bands from its errors on published rows, by class of job.
 
-Each published row was planned with constants that were fitted without it; experiments/measure/held_out.py
-prints the bands, which are published figures as multiples of the planned ones.
+Each published row was planned with constants that were fitted without it;
+experiments/measure/held_out.py prints the bands, which are published figures as multiples of the
+planned ones.
 """
 
 from __future__ import annotations

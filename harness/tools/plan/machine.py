@@ -20,10 +20,11 @@ from harness.tools.plan.constants import (
 )
 from harness.util.hardware import Accelerator
 
-# Boards of up to four of these have no switch (docs.nvidia.com, vGPU, NVSwitch lists boards of eight only).
+# Boards of up to four of these have no switch (docs.nvidia.com, vGPU, NVSwitch lists boards of
+# eight only).
 DIRECTLY_WIRED = ("A100 SXM", "H100 SXM", "H100 96GB", "H200 SXM", "GH200")
-# Tile size that cuBLAS and CUTLASS choose on Hopper for large matrices, and smaller ones with their speed;
-# assumed, 0.8 to 0.95 and 0.6 to 0.8.
+# Tile size that cuBLAS and CUTLASS choose on Hopper for large matrices, and smaller ones with their
+# speed; assumed, 0.8 to 0.95 and 0.6 to 0.8.
 TILE = (128, 256)
 TILES = {TILE: 1.0, (128, 128): 0.9, (64, 128): 0.7}
 
@@ -34,7 +35,8 @@ class Group:
 
     ranks: int
     per_node: int
-    """Ranks of the group on one node, or on the neighbouring nodes that the accelerators' links join."""
+    """Ranks of the group on one node, or on the neighbouring nodes that the accelerators' links
+    join."""
 
     @property
     def nodes(self) -> int:
@@ -82,8 +84,8 @@ class Machine:
     ) -> float:
         """Seconds of a product [rows, inputs] x [inputs, outputs], or of ``groups`` such in one kernel.
 
-        Limited by arithmetic, with an incomplete last wave of tiles, or by memory traffic (the roofline
-        model, doi:10.1145/1498765.1498785). The kernel has ``share`` of the usual speed.
+        Limited by arithmetic, with an incomplete last wave of tiles, or by memory traffic (the
+        roofline model, doi:10.1145/1498765.1498785). The kernel has ``share`` of the usual speed.
         """
         if min(rows, inputs, outputs) <= 0:
             return 0.0
@@ -128,14 +130,15 @@ class Machine:
     def collective_seconds(self, collective: str, moved: float, group: Group) -> float:
         """Seconds of one collective.
 
-        NCCL's rings and trees send each rank's data once over every link (nccl-tests, doc/PERFORMANCE.md).
-        Between nodes every device uses its own network adapter, so the group's ranks on a node share the
-        traffic.
+        NCCL's rings and trees send each rank's data once over every link (nccl-tests,
+        doc/PERFORMANCE.md). Between nodes every device uses its own network adapter, so the group's
+        ranks on a node share the traffic.
 
         Args:
             collective: name as in ``Traffic.collective``.
-            moved: bytes of the full tensor: the output of an all-gather, the input of a reduce-scatter, input
-                or output of an all-reduce, the data a rank sends in an all-to-all or to the next stage.
+            moved: bytes of the full tensor: the output of an all-gather, the input of a
+                reduce-scatter, input or output of an all-reduce, the data a rank sends in an
+                all-to-all or to the next stage.
             group: the ranks.
         """
         if group.ranks == 1 or moved == 0:
@@ -177,8 +180,8 @@ def largest_of(number: int) -> float:
 def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
     """Fraction of the multiprocessors' speed that the tiles of a product use, over all waves.
 
-    cuBLAS chooses the tile of a single product, so that values beyond its edge cost little; of many in one
-    kernel, they cost as much as others.
+    cuBLAS chooses the tile of a single product, so that values beyond its edge cost little; of many
+    in one kernel, they cost as much as others.
     """
 
     def waves(tiles: int) -> float:
@@ -261,8 +264,8 @@ def _group(
 def neighbours(degree: int, stride: int, size: int, world: int) -> int:
     """Return how many of ``degree`` ranks, ``stride`` apart, are on the same ``size`` neighbouring ranks.
 
-    Groups may divide a node unevenly, e.g. groups of 12 on nodes of 8. The result is the smallest share,
-    which is the slowest part of a collective.
+    Groups may divide a node unevenly, e.g. groups of 12 on nodes of 8. The result is the smallest
+    share, which is the slowest part of a collective.
     """
     extent = degree * stride
     least = size

@@ -23,12 +23,12 @@ from harness.tools.plan.step_time import StepModel
 from harness.util.errors import UserError
 from harness.util.words import plural
 
-# Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
-# sheets and papers: rows of one cluster seldom determine them.
+# Constants that a fit changes, and the start of the fit of the defaults. The other constants come
+# from data sheets and papers: rows of one cluster seldom determine them.
 FITTED: tuple[str, ...] = ("matmul", "float8")
 START = replace(Constants(), matmul=0.78, float8=0.78)
-# Expected deviation of constants from their start, and of predictions from rows, as standard deviations of
-# the logarithm. A constant on which no row depends keeps its start.
+# Expected deviation of constants from their start, and of predictions from rows, as standard
+# deviations of the logarithm. A constant on which no row depends keeps its start.
 PRIOR = 0.25
 NOISE = 0.02
 
@@ -127,8 +127,8 @@ def predicted_rate(job: Job, calibration: Calibration) -> float:
 def fit(rows: Sequence[Measured], start: Calibration) -> Calibration:
     """Fit the constants ``FITTED`` to measured rows; the others keep their values.
 
-    Minimizes the sum over rows of (log(predicted / measured) / ``NOISE``)^2 plus the sum over constants of
-    (log(constant / start) / ``PRIOR``)^2, a maximum a posteriori estimate.
+    Minimizes the sum over rows of (log(predicted / measured) / ``NOISE``)^2 plus the sum over
+    constants of (log(constant / start) / ``PRIOR``)^2, a maximum a posteriori estimate.
     """
 
     def cost_of(logs: dict[str, float]) -> float:
@@ -197,7 +197,8 @@ def calibrate(
 ) -> tuple[Calibration, list[Measured]]:
     """Fit constants to the runs of a folder; also returns the runs, on nodes with their hardware.
 
-    ``cluster`` may describe their accelerator; else their own clusters do, or harness/util/hardware.py.
+    ``cluster`` may describe their accelerator; else their own clusters do, or
+    harness/util/hardware.py.
 
     Raises:
         UserError: there is no run, runs are from several devices, or their device is unknown.

@@ -3,15 +3,16 @@
 The passes of a rank are followed in the order of its schedule. The memory at a moment is the sum of
 persistent memory (parameters, optimizer state, gathered parameters of a pipeline), activations of
 microbatches that wait for their backward, the gradients so far, and the peak of the current pass
-(``StageMemory``). The kinds of the largest moment are reported. Maxima of different moments are not added,
-except where CUDA's allocator does so (``RankStep._as_reserved``).
+(``StageMemory``). The kinds of the largest moment are reported. Maxima of different moments are not
+added, except where CUDA's allocator does so (``RankStep._as_reserved``).
 
-FSDP2's part follows its source (torch/distributed/fsdp/_fully_shard, torch 2.13). Gathered parameters are
-copied out of the gather buffer, so in forward a group is in memory twice. Backward gathers the next group
-before it computes one; with expert parallel so does forward. Gradients are copied, in precision.reduce_dtype,
-into the input of a reduce-scatter, which is freed when the next group is reduced. A pipeline keeps gathered
-parameters, and accumulates unsharded gradients in reduce_dtype over all microbatches
-(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync and perform_reduce_grad).
+FSDP2's part follows its source (torch/distributed/fsdp/_fully_shard, torch 2.13). Gathered
+parameters are copied out of the gather buffer, so in forward a group is in memory twice. Backward
+gathers the next group before it computes one; with expert parallel so does forward. Gradients are
+copied, in precision.reduce_dtype, into the input of a reduce-scatter, which is freed when the next
+group is reduced. A pipeline keeps gathered parameters, and accumulates unsharded gradients in
+reduce_dtype over all microbatches (torch/distributed/pipelining/stage.py,
+backward_maybe_with_nosync and perform_reduce_grad).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from harness.util.words import GIB
 
 Bytes = dict[str, float]
 """Bytes by kind of memory. Three kinds are separate because they belong to other CUDA streams or pools:
-``shards``, the gradients of shards; ``buffers``, FSDP's gather buffers; ``reducing``, the inputs of its
-reduce-scatters. Another one, ``unusable``, is free memory that the allocator cannot use."""
+``shards``, the gradients of shards; ``buffers``, FSDP's gather buffers; ``reducing``, the inputs of
+its reduce-scatters. Another one, ``unusable``, is free memory that the allocator cannot use."""
 SHOWN_AS = {
     "shards": "gradients",
     "buffers": "gathered",
@@ -101,7 +102,8 @@ class ModuleParameters:
     accumulated: float
     """Unsharded gradients, as they are accumulated over passes."""
     reduced: tuple[float, ...]
-    """Inputs of the reduce-scatters: one, or that of the experts too; none if another module's has them."""
+    """Inputs of the reduce-scatters: one, or that of the experts too; none if another module's has
+    them."""
     sharded: float
     """Gradients of the shards."""
 
@@ -159,7 +161,8 @@ class StageMemory:
         self.resident = sum(
             m.parameters.gathered for m in self.modules if self.pipelined or not m.freed
         )
-        """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
+        """Gathered bytes that stay from forward to backward; in a pipeline until the end of the
+        step."""
         self.accumulated = sum(each.accumulated for each in of)
         # Of neighbouring modules one is copied while the next ones are gathered.
         buffers = [each.buffer for each in of]
@@ -308,7 +311,8 @@ class StageMemory:
     def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
         """Peaks of a backward pass, with what its microbatch has saved.
 
-        The caller counts gradients of earlier passes. Gradients stay unsharded if it ``accumulates``.
+        The caller counts gradients of earlier passes. Gradients stay unsharded if it
+        ``accumulates``.
         """
         how = gradients_there, accumulates
         if how not in self._backward:
@@ -386,20 +390,22 @@ MIB = 2**20
 
 FRAGMENTATION = 0.03
 """Memory that CUDA's caching allocator reserves for free blocks that are too small for later requests, as a
-fraction of the rest: allocated memory, memory of other streams, and what the loss leaves unusable. Fitted to
-rehearsals of full-size jobs (experiments/rehearsal); 0.00 to 0.07 for most."""
+fraction of the rest: allocated memory, memory of other streams, and what the loss leaves unusable.
+Fitted to rehearsals of full-size jobs (experiments/rehearsal); 0.00 to 0.07 for most."""
 CUBLAS_WORKSPACE = 32 * MIB
 """Workspace of cuBLAS on Hopper, per stream with matrix products (docs.nvidia.com/cuda/cublas,
 cublasSetWorkspace)."""
 HBM_LEFT = 0.99
 """Fraction of HBM that the driver leaves to programs (``harness/util/hardware.py``, memory_gib)."""
 CUDA_CONTEXT = 0.5 * GIB
-"""CUDA context and kernels of a process with torch's libraries loaded; not part of the allocator's memory."""
+"""CUDA context and kernels of a process with torch's libraries loaded; not part of the allocator's
+memory."""
 NCCL_COMMUNICATOR = 0.1 * GIB
 """Buffers of one communicator (4 MiB per channel, protocol and peer, docs.nvidia.com/deeplearning/nccl,
 NCCL_BUFFSIZE); not part of the allocator's memory either."""
 CPU_PROCESS = 0.33 * GIB
-"""Resident memory of a rank on a CPU before it builds a model: Python, torch and their libraries."""
+"""Resident memory of a rank on a CPU before it builds a model: Python, torch and their
+libraries."""
 STAGES_GATHERED = 3
 """A pipeline schedule keeps the gathered parameters of at most this many of a rank's stages."""
 
@@ -432,8 +438,8 @@ def ranks_in_turn(job: Job, software: Software | None, known: Memo) -> Iterator[
 def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     """Bytes of a device that a run can allocate; None for an unknown device and for CPUs.
 
-    Memory of the driver, the CUDA context and NCCL is subtracted: neither ``torch.cuda.max_memory_reserved``
-    nor the plan counts it.
+    Memory of the driver, the CUDA context and NCCL is subtracted: neither
+    ``torch.cuda.max_memory_reserved`` nor the plan counts it.
     """
     if device is None:
         return None
@@ -464,7 +470,8 @@ def equal_stages(job: Job, parameters: RankParameters) -> dict[int, int]:
 class RankStep:
     """One pipeline rank's step.
 
-    ``equal`` are its ``equal_stages``, which share their memory; ``passes`` are the fullest of a local batch.
+    ``equal`` are its ``equal_stages``, which share their memory; ``passes`` are the fullest of a
+    local batch.
     """
 
     def __init__(
@@ -509,10 +516,11 @@ class RankStep:
     def _as_reserved(self, moment: Bytes) -> Bytes:
         """Convert a moment to the displayed kinds, with the memory that CUDA's allocator reserves per stream.
 
-        FSDP2 allocates sharded gradients on its reduce stream, and gather buffers on its gather stream
-        (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). The allocator does not reuse freed
-        memory on other streams, so this memory counts at any moment. With ``fsdp_buffers`` this is true of
-        inputs of reduce-scatters too: they are in the pool of NCCL's memory.
+        FSDP2 allocates sharded gradients on its reduce stream, and gather buffers on its gather
+        stream (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). The allocator does not
+        reuse freed memory on other streams, so this memory counts at any moment. With
+        ``fsdp_buffers`` this is true of inputs of reduce-scatters too: they are in the pool of
+        NCCL's memory.
         """
         stages = self.stages.values()
         buffers = max(each.buffers for each in stages)
@@ -537,7 +545,8 @@ class RankStep:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""
         job = self.job
         held = self.parameters
-        # The batch of all passes; cosines and sines of this rank's positions, float32, one table per stage.
+        # The batch of all passes; cosines and sines of this rank's positions, float32, one table
+        # per stage.
         rows = job.global_batch_size // job.parallelism.data_parallel
         length = job.training.seq_len / job.parallelism.cp
         buffers = held.buffer_bytes + len(self.stages) * 4 * length * job.model.rotated_width

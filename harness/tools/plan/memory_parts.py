@@ -100,7 +100,8 @@ class ActivationBytes(Memo):
         declared = self.costs.block_activations(
             job.model, layer, job.training.seq_len, on_cpu=self.cpu
         )
-        # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
+        # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the
+        # same tensors.
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
         everything = self._without_recomputation(declared, layer, compiled=compiled)
         recomputed = self._recomputed(declared, layer, compiled=compiled)
@@ -119,8 +120,8 @@ class ActivationBytes(Memo):
     def _ring(self) -> float:
         """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
 
-        Keys and values that are sent, and those of all ranks or of the last two; gradients of the step
-        before; in float32 their sums, those of keys and values also as sent and as received.
+        Keys and values that are sent, and those of all ranks or of the last two; gradients of the
+        step before; in float32 their sums, those of keys and values also as sent and as received.
         """
         layout = self.job.parallelism
         model = self.job.model
@@ -145,7 +146,8 @@ class ActivationBytes(Memo):
         self, declared: PartActivations, layer: int, *, compiled: bool
     ) -> float:
         """Bytes that a block saves where torch's partitioner chooses. With 8-bit products it saves results of
-        products in the place of inputs, which it computes and casts again, and the last one's input, cast."""
+        products in the place of inputs, which it computes and casts again, and the last one's
+        input, cast."""
         everything = self.total(declared.kept, compiled=compiled)
         chosen = compiled and self.job.activation_checkpoint.mode not in ("full", "selective_op")
         if not chosen or self.job.precision.linear == "none":
@@ -175,9 +177,10 @@ class ActivationBytes(Memo):
         entering = self._stream()
         choices = self.total(declared.choices)
         if how.mode == "memory_budget":
-            # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
-            # saves without recomputation. Below 1 it recomputes all that is not a result of a product first
-            # (torch/_functorch/partitioners.py, choose_saved_values_set, more_aggressive_options).
+            # torch's partitioner fills a budget: a fraction between the minimum it has to save and
+            # what it saves without recomputation. Below 1 it recomputes all that is not a result of
+            # a product first (torch/_functorch/partitioners.py, choose_saved_values_set,
+            # more_aggressive_options).
             everything = self._without_recomputation(declared, layer, compiled=True)
             filled = entering + how.memory_budget * (everything - entering)
             return min(
@@ -248,16 +251,17 @@ class ActivationBytes(Memo):
 class LogitBytes:
     """Logits of one microbatch on a rank, from the output projection to their gradient.
 
-    The plain loss (``parallelism/loss.py``) has them in param_dtype and float32, and saves the log-softmax.
-    Its backward has three float32 tensors at once: the log-softmax, its gradient, and the gradient of the
-    logits. torch's loss with a sharded vocabulary (torch/distributed/tensor/parallel/loss.py) is made of
-    single operations, with four tensors at once. Compiled by inductor, the loss saves the logits themselves
-    and writes only their gradient; with a sharded vocabulary it saves the log-softmax. In chunks
-    (``parallelism/loss.py``) only one chunk exists at a time, and gradients are saved: of the stream,
-    and of the projection in float32.
+    The plain loss (``parallelism/loss.py``) has them in param_dtype and float32, and saves the
+    log-softmax. Its backward has three float32 tensors at once: the log-softmax, its gradient, and
+    the gradient of the logits. torch's loss with a sharded vocabulary
+    (torch/distributed/tensor/parallel/loss.py) is made of single operations, with four tensors at
+    once. Compiled by inductor, the loss saves the logits themselves and writes only their gradient;
+    with a sharded vocabulary it saves the log-softmax. In chunks (``parallelism/loss.py``) only one
+    chunk exists at a time, and gradients are saved: of the stream, and of the projection in
+    float32.
 
-    CUDA's allocator cannot use the memory of the plain loss's logits in backward: they are freed after they
-    are copied to float32, and all tensors that follow are twice as large.
+    CUDA's allocator cannot use the memory of the plain loss's logits in backward: they are freed
+    after they are copied to float32, and all tensors that follow are twice as large.
     """
 
     def __init__(self, job: Job, activations: ActivationBytes) -> None:
@@ -313,7 +317,8 @@ class LogitBytes:
         self.kept = self.streams * FLOAT32 * weight + self.compute * stream
         # The gradient of a chunk is freed after the next one's is allocated.
         self.forward = self.kept + self.compute * chunk + (self.compute + copy) * chunk
-        # The saved gradients are multiplied by the gradient of the loss; a CPU copies them to float32.
+        # The saved gradients are multiplied by the gradient of the loss; a CPU copies them to
+        # float32.
         self.backward = self.kept + (copies or self.compute) * weight
         self.backward += (copies + self.compute) * stream / self.streams
         self.gradient = 0.0

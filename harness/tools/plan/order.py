@@ -1,9 +1,9 @@
 """The passes of every pipeline rank, in order, from torch's own schedule objects, and their times.
 
-Importing torch's pipelines takes two to three seconds, more than the rest of a plan. So orders are cached in
-``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and only the first plan of a schedule
-imports torch. An order is a text with one line per rank, like ``0F0 0F1 0B0``; a search of layouts reads the
-beginning of two lines of most orders.
+Importing torch's pipelines takes two to three seconds, more than the rest of a plan. So orders are
+cached in ``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and only the first
+plan of a schedule imports torch. An order is a text with one line per rank, like ``0F0 0F1 0B0``; a
+search of layouts reads the beginning of two lines of most orders.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def fullest(
 ) -> list[Moment]:
     """Return the passes at which a rank's memory can peak, in schedule order.
 
-    A pass is left out if another one of its kind has at least as large counts. Moments name only the first of
-    ``equal`` stages; ``keeps_outputs`` is that of ``Software``.
+    A pass is left out if another one of its kind has at least as large counts. Moments name only
+    the first of ``equal`` stages; ``keeps_outputs`` is that of ``Software``.
     """
     counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
     counts = {(what, stage): 0 for stage in equal.values() for what in counted}
@@ -190,7 +190,8 @@ def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[l
         for at in range(0, per_rank * pp, pp)
     ]
     of_one = SCHEDULES[name].stages_per_rank == "one"
-    # Skip inserting sends and gathers, which takes torch ten times as long as the passes and is not needed.
+    # Skip inserting sends and gathers, which takes torch ten times as long as the passes and is not
+    # needed.
     bare = type(
         "Bare",
         (schedules.get_schedule_class(name),),
@@ -205,7 +206,8 @@ def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[l
 def _numbered(passes: list[_Pass]) -> list[_Pass]:
     """Number microbatches in the order in which the schedule runs them.
 
-    The order that torch 2.13 gives for 1F1B starts with microbatch 1 on the last rank, and has no number 0.
+    The order that torch 2.13 gives for 1F1B starts with microbatch 1 on the last rank, and has no
+    number 0.
     """
     seen: Counter[str] = Counter()
     numbered = []
@@ -231,12 +233,13 @@ def simulate(
 ) -> list[list[Action]]:
     """Compute the times of every pass: it starts when its rank is free and its inputs have arrived.
 
-    For each microbatch, a forward pass needs the forward of the previous stage; a backward pass its own
-    forward, and the backward (for inputs) of the next stage; a backward for weights the one for inputs.
-    Between ranks, inputs arrive ``send_seconds`` later.
+    For each microbatch, a forward pass needs the forward of the previous stage; a backward pass its
+    own forward, and the backward (for inputs) of the next stage; a backward for weights the one for
+    inputs. Between ranks, inputs arrive ``send_seconds`` later.
     """
     rank_of = _rank_of(order)
-    # What a pass needs: the stage and kind of another one, and the seconds until its output arrives.
+    # What a pass needs: the stage and kind of another one, and the seconds until its output
+    # arrives.
     needs: dict[tuple[int, str], list[tuple[int, str, float]]] = {}
     for stage, rank in rank_of.items():
         hops = {at: 0.0 if of == rank else send_seconds for at, of in rank_of.items()}

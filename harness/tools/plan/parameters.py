@@ -1,10 +1,10 @@
 """Parameter shards of each pipeline rank, FSDP groups, and what Muon exchanges (no torch).
 
-Every tensor of ``model/spec.py`` is split by tensor and expert parallel first (``parallelism/tensor.py``,
-``expert.py``), then by FSDP (``fsdp.py``), each time as torch.chunk does: pieces of length
-``ceil(length / ranks)``, then a shorter one, then empty ones. So the first rank of every axis has the most,
-and this module computes its shards. FSDP2 pads the other ranks' shards to the same length in memory and in
-collectives.
+Every tensor of ``model/spec.py`` is split by tensor and expert parallel first
+(``parallelism/tensor.py``, ``expert.py``), then by FSDP (``fsdp.py``), each time as torch.chunk
+does: pieces of length ``ceil(length / ranks)``, then a shorter one, then empty ones. So the first
+rank of every axis has the most, and this module computes its shards. FSDP2 pads the other ranks'
+shards to the same length in memory and in collectives.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class HeldModule(Memo):
 class RankParameters:
     """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank.
 
-    ``modules`` are those of each stage by name, in the model's order; ``specs`` the tensors by module.
+    ``modules`` are those of each stage by name, in the model's order; ``specs`` the tensors by
+    module.
     """
 
     def __init__(
@@ -301,7 +302,8 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
             values += own * size
             largest = max(largest, size)
             copies = max(copies, replicas)
-    # While a round is orthogonalized, pieces of the next one arrive and results of the one before return.
+    # While a round is orthogonalized, pieces of the next one arrive and results of the one before
+    # return.
     length = min(values, largest)
     rounds = ceil(values / largest)
     around = 2 * copies + 2 if rounds > 1 else 0

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Kinds of memory: persistent ones in blue, those of a pass in warm colors, the others in muted colors.
+# Kinds of memory: persistent ones in blue, those of a pass in warm colors, the others in muted
+# colors.
 _KIND_COLORS = {
     "parameters": "#1f4e79",
     "gradients": "#3f7fb5",
@@ -34,7 +35,8 @@ _PASSES = {
     "I": ("backward, inputs", "#e0a13c"),
     "W": ("backward, weights", "#c05a4f"),
 }
-# Passes of a rank's first stage have the full color; those of later stages are mixed with white up to this.
+# Passes of a rank's first stage have the full color; those of later stages are mixed with white up
+# to this.
 _PALEST = 0.6
 _FEWEST_POINTS_FOR_A_NUMBER = 11.0
 _INCHES = 12.0

@@ -123,7 +123,8 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     """What the predictions leave out."""
     phases: list[PlannedPhase] = field(default_factory=list)
-    """All steps of the job, if it schedules their sizes; speed, traffic and memory are those of full size."""
+    """All steps of the job, if it schedules their sizes; speed, traffic and memory are those of
+    full size."""
     is_calibrated: bool = False
     """Whether the constants were fitted to other runs than published ones."""
 

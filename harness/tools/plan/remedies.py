@@ -25,7 +25,8 @@ from harness.util.words import figure, gib
 Change = tuple[str, ...]
 """Overrides that are added to those of the job."""
 FACTORS = (2, 4, 8)
-"""By how much a degree of parallelism, the number of chunks or the number of devices is multiplied."""
+"""By how much a degree of parallelism, the number of chunks or the number of devices is
+multiplied."""
 LEAST_CONTEXT = 4096
 """Tokens that context parallelism leaves a rank at least. It is for long sequences: Llama 3 has 8,192 tokens
 on a rank (arXiv:2407.21783, table 4)."""
@@ -164,12 +165,13 @@ def _on_more_devices(job: Job, factor: int) -> Change | None:
 def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
     """Plan changes of a job that does not fit: of each kind the smallest that is enough, else the largest.
 
-    If each that is enough has other numbers, more devices or an unknown time, a second change is added to
-    the one of the others that takes the least memory. ``overrides`` compose the job.
+    If each that is enough has other numbers, more devices or an unknown time, a second change is
+    added to the one of the others that takes the least memory. ``overrides`` compose the job.
 
     Returns:
-        Those that fit, cheapest first: by device time for a token, then those with unknown time, on more
-        devices, with other numbers. Then those that do not fit but take less memory, the smallest first.
+        Those that fit, cheapest first: by device time for a token, then those with unknown time, on
+        more devices, with other numbers. Then those that do not fit but take less memory, the
+        smallest first.
     """
     composer = Composer("plan", PlanJob)
     found = _smallest_changes(composer, plan, overrides)
@@ -190,8 +192,8 @@ def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
 def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
     """Plan the smallest change of each kind that fits, or else the best if it takes less memory.
 
-    A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may take more,
-    so the smallest is tried, too.
+    A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may
+    take more, so the smallest is tried, too.
     """
     before = plan.job
 

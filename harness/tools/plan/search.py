@@ -1,7 +1,8 @@
 """Search the fastest layouts of a job: estimate the time of every legal point, and plan the fastest.
 
-An estimate adds up parts of the plan that many points share. Points are planned in the order of their
-estimates until none of the others is estimated to be among the best: a hundred of a hundred thousand.
+An estimate adds up parts of the plan that many points share. Points are planned in the order of
+their estimates until none of the others is estimated to be among the best: a hundred of a hundred
+thousand.
 """
 
 from __future__ import annotations
@@ -307,9 +308,9 @@ Parts = Counter[Any]
 class Estimates(Memo):
     """About the time of a step for many points of one job, from parts of the plan that many points share.
 
-    A pipeline rank runs the passes of its stages once per microbatch. Before its first pass, the microbatch
-    goes through the earlier stages. If backward is not split, the gradients go back through them after its
-    last pass. FSDP's collectives slow down the computation that hides them.
+    A pipeline rank runs the passes of its stages once per microbatch. Before its first pass, the
+    microbatch goes through the earlier stages. If backward is not split, the gradients go back
+    through them after its last pass. FSDP's collectives slow down the computation that hides them.
     """
 
     def __init__(self, base: Job, machine: Machine) -> None:

@@ -167,7 +167,8 @@ def search_as_dict(found: Search) -> dict[str, Any]:
 def sweep_path(name: str, asked: str | None) -> Path:
     """Return the path of the sweep file: ``asked``, or in sweeps/search, for ``sweep=search/NAME``.
 
-    If the harness is an installed package, or that folder is not writable: in ``sweep/`` of this folder.
+    If the harness is an installed package, or that folder is not writable: in ``sweep/`` of this
+    folder.
     """
     if asked is not None:
         return Path(asked)

@@ -20,7 +20,8 @@ from harness.util.errors import ConfigError, divisors
 MODES = ("none", "selective_op", "full")
 """Activation checkpointing modes of a search; the other modes are between these."""
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and Interleaved1F1B."""
+"""Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and
+Interleaved1F1B."""
 
 Key = tuple[Any, ...]
 
@@ -160,12 +161,13 @@ class Space:
     def of(cls, base: Job, overrides: Sequence[str]) -> Space:
         """Make the space of a job.
 
-        Fields on the command line are fixed (except for dp_shard=-1 and null). A layout on the command line,
-        parallelism=fsdp_tp, fixes the axes that it does not use to 1. Values from files are searched.
+        Fields on the command line are fixed (except for dp_shard=-1 and null). A layout on the
+        command line, parallelism=fsdp_tp, fixes the axes that it does not use to 1. Values from
+        files are searched.
 
         Raises:
-            ConfigError: a field that all points share is not legal, or the number of ranks or the global
-                batch size is unknown.
+            ConfigError: a field that all points share is not legal, or the number of ranks or the
+                global batch size is unknown.
         """
         base.cluster.validate()
         base.precision.validate()

@@ -31,8 +31,8 @@ from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_
 from harness.tools.plan.parameters import BYTES, parameters_of, planned_update
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 
-# Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient, clipping
-# reads and writes it.
+# Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient,
+# clipping reads and writes it.
 CLIP_BYTES = 12
 
 Made = TypeVar("Made")
@@ -57,7 +57,8 @@ class StageTimes:
     passes: dict[str, Pass]
     """By kind of action: ``F``, ``B``, ``I``, ``W``."""
     gathers: dict[str, Pass]
-    """What FSDP adds to a pass that finds the parameters freed by the forward pass before, by kind."""
+    """What FSDP adds to a pass that finds the parameters freed by the forward pass before, by
+    kind."""
     sharing: tuple[Sharing, ...]
     once: Pass
     """What FSDP exposes, and copies, once a step (or once a pass over a local batch)."""
@@ -118,8 +119,8 @@ class StepModel:
         passes = {"F": sum(forward, Pass()), "I": sum(inputs, Pass()), "W": sum(weights, Pass())}
         passes["B"] = passes["I"] + passes["W"]
         if self.job.compile.blocks and "tok_embeddings" not in names:
-            # Either half of a split backward pass calls all of a compiled block's backward; autograd has no
-            # half for inputs of the first stage.
+            # Either half of a split backward pass calls all of a compiled block's backward;
+            # autograd has no half for inputs of the first stage.
             passes["I"] += passes["W"]
             passes["W"] += sum((block.recompute + block.inputs for block in blocks), Pass())
         return StageTimes(passes, gathers, tuple(sharing), once)
@@ -131,10 +132,11 @@ class StepModel:
     ) -> tuple[tuple[Pass, Pass], dict[str, Pass], Pass]:
         """What FSDP adds to forward and backward, to passes that find freed parameters, and once a step.
 
-        A block's parameters are gathered while the block before computes, its gradients reduced while the
-        next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
-        first gather and the last reduction. Before either half of a split backward the whole stage is
-        gathered (parallelism/pipeline.py). The head comes last in ``sharing``.
+        A block's parameters are gathered while the block before computes, its gradients reduced
+        while the next one does (FSDP2's implicit prefetch): what takes longer than that is waited
+        for, and so are the first gather and the last reduction. Before either half of a split
+        backward the whole stage is gathered (parallelism/pipeline.py). The head comes last in
+        ``sharing``.
         """
         layout = self.layout
         groups = len(sharing)

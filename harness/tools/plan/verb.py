@@ -106,8 +106,8 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
     )
 
 
-# Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
-# little.
+# Garbage collection takes a quarter of the time of importing torch, and a third of a search, and
+# finds little.
 VERB = Verb(
     "plan",
     plan,

@@ -1,6 +1,7 @@
 """Builds the stand-in library for the installed torch, once (torch is not imported).
 
-Functions that torch calls and the sources do not implement are generated: each reports its name and fails.
+Functions that torch calls and the sources do not implement are generated: each reports its name and
+fails.
 """
 
 from __future__ import annotations

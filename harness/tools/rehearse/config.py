@@ -20,7 +20,8 @@ class RehearseConfig:
     """Ranks to rehearse, each in a process of its own; null: the first ranks of the first, the middle and the
     last pipeline rank."""
     steps: int = label(3, least=2)
-    """Steps of each rank; the last one is counted. The first one compiles and makes the optimizer's state."""
+    """Steps of each rank; the last one is counted. The first one compiles and makes the optimizer's
+    state."""
     skew: float = label(0.0, least=-1, below=1)
     """Expert parallel: share of rows that the first rank of a group gets beyond even routing, -1: none at
     all. The others share the rest."""

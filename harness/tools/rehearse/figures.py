@@ -30,7 +30,8 @@ class CollectiveCount:
     axis: str
     """``dp``, ``tp``, ``cp``, ``ep``, ``pp`` or ``world``; else a description of the group."""
     kind: str
-    """NCCL's name; ``exchange`` is a group of sends (an all-to-all), ``send`` one send between stages."""
+    """NCCL's name; ``exchange`` is a group of sends (an all-to-all), ``send`` one send between
+    stages."""
     ranks: int
     count: int
     bytes: float

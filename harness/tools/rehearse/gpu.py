@@ -31,11 +31,13 @@ class Calls:
     kernels: Counter[str] = field(default_factory=Counter)
     """Launches by the kernel's name."""
     products: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict)
-    """Number and FLOPs of cuBLAS's by formats of both sides, batch, rows, inner length and columns."""
+    """Number and FLOPs of cuBLAS's by formats of both sides, batch, rows, inner length and
+    columns."""
     collectives: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
     """Number and input bytes, by kind and communicator."""
     sends: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
-    """Number and bytes of single sends and receives (``send``, ``receive``), by kind and communicator."""
+    """Number and bytes of single sends and receives (``send``, ``receive``), by kind and
+    communicator."""
     communicators: list[str] = field(default_factory=list)
     """Communicators that were created."""
     copies: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -146,7 +148,8 @@ def place_in_code(frame: FrameType | None) -> str:
     return f"{path.split('site-packages/')[-1]}:{innermost.f_lineno}"
 
 
-# KiB of shared memory of a multiprocessor (CUDA C++ programming guide, table of compute capabilities).
+# KiB of shared memory of a multiprocessor (CUDA C++ programming guide, table of compute
+# capabilities).
 _SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 9): 100, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 
 

@@ -1,7 +1,7 @@
 """Ranks of rehearsals: ``python -m harness.tools.rehearse.rank``, started with the stand-in library loaded.
 
-The process imports torch once and then takes requests, a line of JSON each, from standard input. Every rank
-is a process of its own, forked from it.
+The process imports torch once and then takes requests, a line of JSON each, from standard input.
+Every rank is a process of its own, forked from it.
 """
 
 from __future__ import annotations
@@ -314,7 +314,8 @@ class _Groups:
                 if name is None
                 else (self._axes.get(name, name), self._ranks[name])
             )
-        # Each group has a store inside of its parent's, under its name: 0//11//cuda//0; ids of pairs are 2:3.
+        # Each group has a store inside of its parent's, under its name: 0//11//cuda//0; ids of
+        # pairs are 2:3.
         *stores, which = self._store.group_of(communicator).split("/")
         for name in reversed(stores):
             if name in self._ranks:
@@ -347,9 +348,9 @@ def _axes_of_groups(mesh: Any) -> dict[str, str]:
 def sent_by(kind: str, ranks: int) -> float:
     """Return the bytes that a rank sends per input byte, in a ring of so many ranks, as the plan assumes.
 
-    In all-gather and reduce-scatter a rank sends one part per other rank (Thakur, Rabenseifner, Gropp:
-    Optimization of Collective Communication Operations in MPICH, 2005, section 4); an all-reduce is a
-    reduce-scatter, then an all-gather.
+    In all-gather and reduce-scatter a rank sends one part per other rank (Thakur, Rabenseifner,
+    Gropp: Optimization of Collective Communication Operations in MPICH, 2005, section 4); an
+    all-reduce is a reduce-scatter, then an all-gather.
     """
     if ranks == 0:
         return 1.0

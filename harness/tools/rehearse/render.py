@@ -163,7 +163,8 @@ def _some(title: str, items: list[str]) -> list[str]:
     return [f"{title}: {'; '.join(items[:SHOWN])}{more}"] if items else []
 
 
-# The functor in the name of one of torch's elementwise kernels, but for those that only call another one.
+# The functor in the name of one of torch's elementwise kernels, but for those that only call
+# another one.
 _INNER = re.compile(
     r"\b(?!gpu_kernel_impl|ReduceOp\b|[AB]?(?:Unary|Binary)Functor\b)"
     r"(?:\w*[Ff]unctor\w*|\w+_kernel(?:_impl|_cuda)?|launch_\w+|\w*Ops?)\b"
@@ -261,7 +262,8 @@ def traffic_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
 def product_flops(job: Job, pp_rank: int) -> float:
     """Return the FLOPs of a rank's cuBLAS products: forward, backward with recomputation, and update.
 
-    Attention and experts run in other kernels. What the compiler recomputes for a budget is not counted.
+    Attention and experts run in other kernels. What the compiler recomputes for a budget is not
+    counted.
     """
     layout = job.parallelism
     model = job.model
@@ -271,7 +273,8 @@ def product_flops(job: Job, pp_rank: int) -> float:
     order = pipeline_order(layout, model.n_layers, job.microbatches)[pp_rank]
     passes = Counter((action.stage, action.kind) for action in order)
     for stage in stages_of_rank(layout, model.n_layers, pp_rank):
-        # Either half of a split backward pass calls all of a compiled block's; the first stage has one half.
+        # Either half of a split backward pass calls all of a compiled block's; the first stage has
+        # one half.
         split = passes[stage, "I"] / job.microbatches if job.compile.blocks and stage > 0 else 0.0
         blocks = (name for name in modules[stage] if name.startswith("layers."))
         for layer in (int(name.removeprefix("layers.")) for name in blocks):

@@ -1,13 +1,15 @@
 """Substitutes for what a rehearsal does not have: other ranks, values, and cuDNN's attention.
 
-* **Other ranks.** Between GPUs NCCL's calls send nothing (library/nccl.cpp). In host memory torch's fake
-  process group leaves every tensor as it is. ``LoneStore`` answers for the missing ranks.
-* **Values.** All of the device's memory is zeros. Code that depends on a number from the
-  device still reads it, but then gets a plausible one from this file: rows are routed to experts
-  evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
+* **Other ranks.** Between GPUs NCCL's calls send nothing (library/nccl.cpp). In host memory torch's
+  fake process group leaves every tensor as it is. ``LoneStore`` answers for the missing ranks.
+* **Values.** All of the device's memory is zeros. Code that depends on a number from the device
+  still reads it, but then gets a plausible one from this file: rows are routed to experts evenly
+  (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are
+  known.
 * **Data.** Batches of zeros, in the job's shape, and no tokenizer.
 * **FlashAttention-3 and 4**, which need packages: torch's own flash attention.
-* **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
+* **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no
+  workspace.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         undo.enter_context(patch.dict(_FLASH_ATTENTION_IMPLS, dict.fromkeys(FLASH, lambda: None)))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
-        # torch 2.15 prefers cuDNN also for documents; flash attention has tensors of the same shapes.
+        # torch 2.15 prefers cuDNN also for documents; flash attention has tensors of the same
+        # shapes.
         undo.enter_context(patch.object(varlen, "_should_use_cudnn", lambda _: False, create=True))
         undo.enter_context(patch.object(PipelineStage, "_prepare_forward_infra", _shapes_are_known))
         kernels = _cudnn_attention(gpu)
@@ -76,8 +79,8 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
 class LoneStore(dist.Store):
     """A store in which every key exists, as if other ranks had just set it.
 
-    The value of a missing key is made from the key, so the id of an NCCL communicator names its group. For
-    symmetric memory the other ranks' values are this rank's own.
+    The value of a missing key is made from the key, so the id of an NCCL communicator names its
+    group. For symmetric memory the other ranks' values are this rank's own.
     """
 
     def __init__(self) -> None:
@@ -193,7 +196,8 @@ _init_process_group = dist.init_process_group
 def _without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
     """Initialize without ``device_id``, with which torch would split all groups from the world's.
 
-    The fake process group cannot be split. Now each group makes its own NCCL communicator at first use.
+    The fake process group cannot be split. Now each group makes its own NCCL communicator at first
+    use.
     """
     _init_process_group(*args, **kwargs)
 

@@ -32,7 +32,8 @@ from harness.util.words import counted as in_units
 Row = dict[str, Any]
 
 COLLINEAR = 2.0
-"""Tokens per parameter must span at least this factor to separate the effects of model size and tokens."""
+"""Tokens per parameter must span at least this factor to separate the effects of model size and
+tokens."""
 SPARE = 2
 """Different points that a fit needs beyond the number of its parameters."""
 SURE = 2.0

@@ -28,7 +28,8 @@ _LEVELS = 4
 def list_runs(folder: Path, *, verify: bool = False) -> Result:
     """List runs: age, state, step, speed, memory, loss, tags, and notes or the reason of a failure.
 
-    Rows of runs of one name that ended without one are written; runs of several names are only read.
+    Rows of runs of one name that ended without one are written; runs of several names are only
+    read.
     """
     sweep = SweepFolder(folder)
     points = points_in(folder, _LEVELS)

@@ -214,7 +214,8 @@ def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, flo
     queued: dict[int, float | None] = {}
     own: dict[int, float] = {}
     for rank, rows in by_rank.items():
-        # Seconds of a step in which the rank had no core to compute on, where the machine knows them.
+        # Seconds of a step in which the rank had no core to compute on, where the machine knows
+        # them.
         known = [({"queued": row["queued"]}, row["steps"]) for row in rows if "queued" in row]
         queued[rank] = _mean_phases(known)["queued"] if known else None
         own[rank] = sum(own_seconds(means[rank])) - (queued[rank] or 0.0)
@@ -233,8 +234,8 @@ def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, flo
 def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     """Draw the newest step whose spans all ranks have, one bar per rank, ordered by pipeline stage.
 
-    Clocks of ranks differ, so ranks are aligned where the sum of the gradients' norm ends. Returns whether
-    there was a step to draw.
+    Clocks of ranks differ, so ranks are aligned where the sum of the gradients' norm ends. Returns
+    whether there was a step to draw.
     """
     from matplotlib.patches import Patch
 

@@ -44,7 +44,8 @@ _AROUND = 1.5
 _PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank, GiB"))
 
 LOSSES = {"loss": "training loss", "validation_loss": "validation loss"}
-# Distinguishable with any kind of colour blindness (Okabe and Ito); runs with a worse loss are grey.
+# Distinguishable with any kind of colour blindness (Okabe and Ito); runs with a worse loss are
+# grey.
 _OF_RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c510a")
 _GREY = "#bbbbbb"
 _STYLES = ("-", "--", ":", "-.")
@@ -100,8 +101,9 @@ def _losses_of(run: Sequence[Row], kind: str) -> list[float]:
 def read_losses(path: Path) -> list[Row]:
     """Return the losses of a ``metrics.jsonl``: rows with ``step``, and ``tokens`` and ``seconds`` so far.
 
-    Seconds are those of training alone: without validation, saving, and the time between two attempts. Of a
-    step that is there twice, of an attempt and of the one that resumed it, the later row counts.
+    Seconds are those of training alone: without validation, saving, and the time between two
+    attempts. Of a step that is there twice, of an attempt and of the one that resumed it, the later
+    row counts.
     """
     written: dict[int, Row] = {}
     for each in read_rows(path)[0] if path.is_file() else []:
@@ -154,8 +156,8 @@ def can_draw() -> bool:
 def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool:
     """Plot the losses of runs by step, tokens and time; return whether there were any.
 
-    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest losses at the end
-    have colours.
+    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest losses
+    at the end have colours.
 
     Args:
         smooth: rows over which training losses are averaged.
@@ -208,8 +210,8 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
 def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
     """Limits that cut the first steep steps, and runs that diverge; None to show all.
 
-    Of runs that do not fall, the first steps say nothing about the others. All is shown if most runs would
-    lose ``LARGEST_CUT`` of their later losses.
+    Of runs that do not fall, the first steps say nothing about the others. All is shown if most
+    runs would lose ``LARGEST_CUT`` of their later losses.
     """
     early: list[float] = []
     for run in runs:

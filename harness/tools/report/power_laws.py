@@ -14,7 +14,8 @@ HUBER = 1e-3
 """Threshold of the Huber loss of logarithms (arXiv:2203.15556, approach 3)."""
 MANY = 50
 """Fits to fewer points minimize squares: the Huber loss above is in effect the sum of absolute residuals, and
-passes through as many points as it has parameters. Their bootstrap draws normal noise instead of points."""
+passes through as many points as it has parameters. Their bootstrap draws normal noise instead of
+points."""
 LEVEL = 0.95
 """Coverage of intervals."""
 REPLICATES = 1000
@@ -119,8 +120,8 @@ class Fit:
 
         Args:
             variables: values of the law's variables, one sequence for each point.
-            noise: whether the interval is for a measurement, whose noise is added to the uncertainty of
-                the curve.
+            noise: whether the interval is for a measurement, whose noise is added to the
+                uncertainty of the curve.
         """
         logs = np.log(np.asarray(variables, float))
         count = 1 + len(self.law.variables)
@@ -175,7 +176,8 @@ def fit(
         draws = random.integers(count, size=(replicates, count))
         again = [_minimize(best, logs[draw], targets[draw])[0] for draw in draws]
     else:
-        # The variance of the noise is estimated with few degrees of freedom, and drawn from its distribution.
+        # The variance of the noise is estimated with few degrees of freedom, and drawn from its
+        # distribution.
         scatter = np.sqrt(variance / random.chisquare(freedom, replicates))
         noisy = fitted + scatter[:, None] * random.standard_normal((replicates, count))
         again = [_minimize(best, logs, each)[0] for each in noisy]
@@ -199,7 +201,8 @@ def _starts(logs: Array, targets: Array) -> list[Array]:
     return starts
 
 
-# Minimizers work on the logarithms of offset and coefficients, [1 + variables], followed by the exponents.
+# Minimizers work on the logarithms of offset and coefficients, [1 + variables], followed by the
+# exponents.
 
 
 def _log_terms(values: Array, logs: Array) -> Array:

@@ -62,7 +62,8 @@ def calibration_of(folder: Path, path: Path | None = None) -> Calibration | None
 def with_predictions(rows: Sequence[Row], calibration: Calibration | None = None) -> list[Row]:
     """Add ``predicted.*`` for the machine that each row was measured on, and ``delta.*``.
 
-    A delta is predicted over measured, minus 1. The machine of a row without measurement is its job's.
+    A delta is predicted over measured, minus 1. The machine of a row without measurement is its
+    job's.
     """
     made = []
     for row in rows:

@@ -1,7 +1,7 @@
 """Jobs that ran in several rounds, each with a seed of its own: their speed, its spread, and ratios.
 
-A machine whose speed drifts slows all jobs of a round, so the ratio of two jobs within a round says more than
-their medians.
+A machine whose speed drifts slows all jobs of a round, so the ratio of two jobs within a round says
+more than their medians.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def report(
     """Compare predicted and measured results of runs, or fit scaling laws: Markdown, CSV, PNG, HTML.
 
     Raises:
-        UserError: there is nothing to report on in the folder, or a flag cannot be combined with another.
+        UserError: there is nothing to report on in the folder, or a flag cannot be combined with
+            another.
     """
     out = out or folder / "report"
     if what is not None:

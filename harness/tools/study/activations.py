@@ -44,8 +44,8 @@ class Activation:
 def measure(job: Job) -> list[Activation]:
     """Train the job in this process and measure its activations before the first and after every step.
 
-    Every step has the same batch, whose activations are measured. So updates add up, and their effect shows
-    after a few steps (the default of coord_check in github.com/microsoft/mup).
+    Every step has the same batch, whose activations are measured. So updates add up, and their
+    effect shows after a few steps (the default of coord_check in github.com/microsoft/mup).
     """
     device = pick_device(job)
     set_up_process(job)

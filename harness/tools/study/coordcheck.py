@@ -62,7 +62,8 @@ class CoordCheckConfig:
     """Widths to compare, and the bound of the check."""
 
     widths: list[int] = label(factory=lambda: [64, 128, 256, 512], least=1)
-    """Values of model.dim. The other widths of the model are proportional to it; heads keep their width."""
+    """Values of model.dim. The other widths of the model are proportional to it; heads keep their
+    width."""
     bound: float = label(0.25, above=0)
     """Largest exponent of a power of the width that an activation may follow."""
     out: str | None = label(None, written="folder", works="a folder")
@@ -151,7 +152,8 @@ class WidthExponents:
     """How the activations of a module depend on the width.
 
     Attributes:
-        slope: largest exponent, over all steps, of the power of the width that the activations follow.
+        slope: largest exponent, over all steps, of the power of the width that the activations
+            follow.
         step: the step that has it.
         change_slope: that exponent for the change since step 0, after the last step.
         word: ``steady``, ``grows``, ``vanishes``, or ``undefined`` if a value is 0 or not finite.
@@ -168,11 +170,11 @@ class WidthExponents:
 def judge(activations: Sequence[Activation], bound: float) -> list[WidthExponents]:
     """Compare the exponents of every module with the bound.
 
-    The activations, and their change during training, must not grow with the width. The change must not
-    vanish either: then a wide model would learn no features. Activations before training may vanish. In muP
-    the initial logits are proportional to the inverse root of the width (arXiv:2203.03466, appendix D.2), and
-    so is the part of their change that updates of other tokens cause; their change may therefore vanish as
-    that root.
+    The activations, and their change during training, must not grow with the width. The change must
+    not vanish either: then a wide model would learn no features. Activations before training may
+    vanish. In muP the initial logits are proportional to the inverse root of the width
+    (arXiv:2203.03466, appendix D.2), and so is the part of their change that updates of other
+    tokens cause; their change may therefore vanish as that root.
     """
     found = []
     for module in dict.fromkeys(each.module for each in activations):
@@ -217,7 +219,8 @@ def draw(
 ) -> None:
     """Draw a panel for each kind of module: a line for each module and step, darker with each step.
 
-    A panel's title has the largest exponent of its modules, in another color if one of them is not steady.
+    A panel's title has the largest exponent of its modules, in another color if one of them is not
+    steady.
     """
     import matplotlib
 

@@ -1,18 +1,19 @@
 """Compare the loss curves of techniques with those of a control, paired by seed. Imports no torch.
 
-A seed determines initial values and data order. So with the same seed, a technique and the control see the
-same batches from the same start, and the noise of batches cancels in their difference. Seeds are independent
-of each other; consecutive steps are not. Therefore every measure has one value per seed, and one interval
-over seeds.
+A seed determines initial values and data order. So with the same seed, a technique and the control
+see the same batches from the same start, and the noise of batches cancels in their difference.
+Seeds are independent of each other; consecutive steps are not. Therefore every measure has one
+value per seed, and one interval over seeds.
 
 * **Final loss**: relative difference of the mean loss of the last steps.
-* **Learning speed**: by how much the technique runs ahead of the control. A technique that learns at
-  ``1 + s`` times the control's speed has the loss ``L(t * (1 + s))`` at step ``t``, so its difference is
-  close to ``s * t * L'(t)``. The value of a seed is the least-squares ``s`` over all steps, weighted by
-  ``1 / t``, because curves that are the same up to rounding drift apart with time. It is most sensitive
-  early in training, where the loss falls fast and the drift is small.
-* **Gradient norm**: mean relative difference, weighted by ``1 / t`` too. It shows a constant factor on
-  gradients, which AdamW removes from the losses. Only for techniques that claim the control's numerics.
+* **Learning speed**: by how much the technique runs ahead of the control. A technique that learns
+  at ``1 + s`` times the control's speed has the loss ``L(t * (1 + s))`` at step ``t``, so its
+  difference is close to ``s * t * L'(t)``. The value of a seed is the least-squares ``s`` over all
+  steps, weighted by ``1 / t``, because curves that are the same up to rounding drift apart with
+  time. It is most sensitive early in training, where the loss falls fast and the drift is small.
+* **Gradient norm**: mean relative difference, weighted by ``1 / t`` too. It shows a constant factor
+  on gradients, which AdamW removes from the losses. Only for techniques that claim the control's
+  numerics.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class Estimate:
     def is_inside(self) -> bool:
         """Whether the whole interval is within the bound.
 
-        This is the equivalence test by two one-sided tests at ``level`` each (Schuirmann 1987, "A comparison
-        of the two one-sided tests procedure and the power approach", J. Pharmacokinetics and Biopharm. 15).
+        This is the equivalence test by two one-sided tests at ``level`` each (Schuirmann 1987, "A
+        comparison of the two one-sided tests procedure and the power approach", J. Pharmacokinetics
+        and Biopharm. 15).
         """
         return -self.bound <= self.low and self.high <= self.bound
 
@@ -106,7 +108,8 @@ class TechniqueVerdict:
 
     Attributes:
         word: ``equal``, ``worse``, ``better``, ``different`` or ``undecided``.
-        estimates: differences by measure: of ``FINAL`` a positive one is worse, of ``SPEED`` a negative one.
+        estimates: differences by measure: of ``FINAL`` a positive one is worse, of ``SPEED`` a
+            negative one.
         reason: the measure that decided.
     """
 
@@ -118,10 +121,11 @@ class TechniqueVerdict:
 def judge(control: Curves, curves: Curves, config: ConvergeConfig) -> TechniqueVerdict:
     """Compare a technique with the control, by itself: there is no correction for the number of techniques.
 
-    It is equal if the intervals of all measures are within their bounds. As all must be, one that is not
-    equal is called equal with probability ``level`` at most, however many measures there are (Berger 1982,
-    "Multiparameter hypothesis testing and acceptance sampling", Technometrics 24). It differs if the interval
-    of one measure is beyond its bound as a whole. Otherwise it is undecided.
+    It is equal if the intervals of all measures are within their bounds. As all must be, one that
+    is not equal is called equal with probability ``level`` at most, however many measures there are
+    (Berger 1982, "Multiparameter hypothesis testing and acceptance sampling", Technometrics 24). It
+    differs if the interval of one measure is beyond its bound as a whole. Otherwise it is
+    undecided.
 
     Args:
         curves: at least one seed, all of them seeds of the control.
@@ -181,8 +185,8 @@ def final_losses(curves: Curves, smooth_steps: int) -> dict[int, float]:
 def slope_of(steps: NDArray[np.int64], losses: Losses) -> Losses:
     """Slope of a loss against ``log(step)``, by local linear regression with Gaussian weights.
 
-    Source: Cleveland 1979, "Robust locally weighted regression and smoothing scatterplots", JASA 74 (without
-    its robust iterations).
+    Source: Cleveland 1979, "Robust locally weighted regression and smoothing scatterplots", JASA 74
+    (without its robust iterations).
     """
     x = np.log(steps.astype(np.float64))
     slope = np.empty_like(x)

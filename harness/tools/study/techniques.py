@@ -20,7 +20,8 @@ class ConvergeConfig:
     """Control, techniques, seeds and bounds of a comparison of loss curves."""
 
     control: str = label("")
-    """Overrides of the control, separated by spaces; empty: the job as composed. Techniques start from it."""
+    """Overrides of the control, separated by spaces; empty: the job as composed. Techniques start
+    from it."""
     techniques: dict[str, str] = label(factory=dict)
     """Known techniques: name -> overrides, separated by spaces."""
     expert_techniques: dict[str, str] = label(factory=dict)

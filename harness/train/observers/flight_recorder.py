@@ -5,8 +5,8 @@
     flight_recorder/gloo_<r>             collectives of gloo, for ``torchfrtrace --prefix gloo_``; no sends
     flight_recorder/rank_<r>             collectives of NCCL, written by its own watchdog (``--prefix rank_``)
 
-A rank that waits in a collective gets a timeout. The rank that never reaches it gets none, so every rank
-checks its own clock.
+A rank that waits in a collective gets a timeout. The rank that never reaches it gets none, so every
+rank checks its own clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from harness.config.failures import describe_failure
 from harness.train.observer import Observer, Run
 from harness.train.process import FLIGHT_RECORDER
 
-# Fraction of the timeout after which ranks write, so that a rank that waits in a collective is still in it.
+# Fraction of the timeout after which ranks write, so that a rank that waits in a collective is
+# still in it.
 _SHARE = 0.9
 _POLL_SECONDS = 1.0
 # A rank that writes later than this after the timeout was stopped; others may have ended meanwhile.
@@ -115,8 +116,9 @@ class FlightRecorder(Observer):
 def readable(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return gloo's trace in a form that torch's analysis (``torchfrtrace``) can read.
 
-    torch does not record gloo's groups, which its analysis looks up for every entry, so they are added here.
-    Sends and receives are removed: gloo does not record the peer, without which the analysis fails.
+    torch does not record gloo's groups, which its analysis looks up for every entry, so they are
+    added here. Sends and receives are removed: gloo does not record the peer, without which the
+    analysis fails.
     """
     messages = ("gloo:send", "gloo:recv")
     entries = [

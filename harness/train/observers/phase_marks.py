@@ -45,8 +45,8 @@ _NO_AXIS = "other.collective"
 class Marks:
     """Hooks that tell ``Phases`` where a model part computes, and where it waits for other ranks.
 
-    Marks are outside of compiled regions. Collectives inside of them are found too, because their operators
-    are called by name. Recomputation is a part of backward.
+    Marks are outside of compiled regions. Collectives inside of them are found too, because their
+    operators are called by name. Recomputation is a part of backward.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Times of the phases of a step: marks of a device's events or of a CPU's clock.
 
-A mark is a point in time at which the phase changes: a CUDA event on the current stream, or the clock on a
-CPU. The time of a phase is the time from its marks to the next ones. So times are exclusive, add up to the
-step, and a collective counts only while computation waits for it.
+A mark is a point in time at which the phase changes: a CUDA event on the current stream, or the
+clock on a CPU. The time of a phase is the time from its marks to the next ones. So times are
+exclusive, add up to the step, and a collective counts only while computation waits for it.
 
-The host never waits for an event. Times of a step are read when its last event is done. On a CPU a mark also
-reads how long the kernel let this thread wait for a core.
+The host never waits for an event. Times of a step are read when its last event is done. On a CPU a
+mark also reads how long the kernel let this thread wait for a core.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class PhaseSpan(NamedTuple):
     phase: str
     stage: int
     queued: float = 0.0
-    """Seconds of it in which the thread could run and had no core; 0.0 where the system does not say."""
+    """Seconds of it in which the thread could run and had no core; 0.0 where the system does not
+    say."""
 
 
 @dataclass(frozen=True)

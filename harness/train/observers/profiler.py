@@ -69,7 +69,8 @@ class Profiling(Observer):
             self._trace.stop()
             self._write(self._trace, step)
             self._trace = None
-        # Wait here for the ranks that write; otherwise the wait would count as time of the next step.
+        # Wait here for the ranks that write; otherwise the wait would count as time of the next
+        # step.
         self.run.engine.world_max([0.0])
         return {}
 

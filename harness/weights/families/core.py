@@ -113,8 +113,8 @@ class ConfigField:
         nullable: whether null is a value; else null means missing.
         read: applied to a value before it is compared.
         alias: another name of it.
-        to_ours: maps their value and all of config.json to our value, if different; returns None if this
-            field does not determine ours.
+        to_ours: maps their value and all of config.json to our value, if different; returns None if
+            this field does not determine ours.
     """
 
     theirs: str
@@ -165,24 +165,28 @@ class Family:
 
     Attributes:
         architecture: transformers' class.
-        names: from our modules in a block to theirs, and our tensors that are not a module's weight or bias.
+        names: from our modules in a block to theirs, and our tensors that are not a module's weight
+            or bias.
         config_fields: the fields of config.json for a model.
         requires: our fields that the family fixes to another value than the default.
         kept: our fields that may have any value although config.json does not contain them.
         refuse: raises ConfigError for other models that its files cannot represent.
-        unbuildable: raises ConfigError for models that its files can represent and transformers cannot build.
+        unbuildable: raises ConfigError for models that its files can represent and transformers
+            cannot build.
         written: further fields to write to config.json, which are not read.
         theta: default of rope_theta.
         assumed: values of fields in ``kept`` for a model that is read from config.json alone.
-        harmless: fields of config.json that change nothing beside ``config_fields``; all families' are in
-            ``harness.weights.families.harmless``.
-        trained: from fields of config.json that only affect training to ours, for reading and writing.
+        harmless: fields of config.json that change nothing beside ``config_fields``; all families'
+            are in ``harness.weights.families.harmless``.
+        trained: from fields of config.json that only affect training to ours, for reading and
+            writing.
         nested: a larger model whose files can be read too.
         ignored: prefixes of names of tensors that are not the decoder's.
         mtp: like ``names``, of multi-token prediction's modules; theirs are in block n_layers.
         mtp_copies: our tensors of which that block has copies, and their names there.
-        original: function that finds weights in the format of the model's authors (``module:function``); it
-            maps a folder and the model to a ``Source``, or None if the folder has no such weights.
+        original: function that finds weights in the format of the model's authors
+            (``module:function``); it maps a folder and the model to a ``Source``, or None if the
+            folder has no such weights.
     """
 
     name: str  # value of model.family

@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3.
 
-Fields are those of config.json at deepseek-ai, and of transformers' models/deepseek_v2 and deepseek_v3.
+Fields are those of config.json at deepseek-ai, and of transformers' models/deepseek_v2 and
+deepseek_v3.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def _v3(model: ModelConfig) -> list[ConfigField]:
         ),
         ConfigField("topk_method", "noaux_tc", default="noaux_tc"),
         ConfigField("scoring_func", "sigmoid", default="sigmoid"),
-        # Blocks of multi-token prediction that the model does not have are ignored, as by transformers.
+        # Blocks of multi-token prediction that the model does not have are ignored, as by
+        # transformers.
         ConfigField(
             "num_nextn_predict_layers",
             model.mtp.depth,

@@ -1,6 +1,7 @@
 """Llama 4, its text model; fields and tensors as in transformers' models/llama4.
 
-Released files also have a vision encoder, whose tensors are ignored; those of the text model have a prefix.
+Released files also have a vision encoder, whose tensors are ignored; those of the text model have a
+prefix.
 """
 
 from __future__ import annotations

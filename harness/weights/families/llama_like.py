@@ -1,6 +1,7 @@
 """Families with Llama's names of tensors: Llama 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3.
 
-Fields are those of transformers' models/llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe (4.56 to 5.x).
+Fields are those of transformers' models/llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe (4.56
+to 5.x).
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class EncodeConfig:
     """Target and parts of encoded pictures."""
 
     target: str | None = label(None, written="folder", works="latents/NAME")
-    """Folder of the latents, which `data=latents` reads. An unfinished one of the same job is continued."""
+    """Folder of the latents, which `data=latents` reads. An unfinished one of the same job is
+    continued."""
     samples: int | None = label(None, least=1)
     """drawn_shapes: number of pictures for training, which otherwise have no end."""
     validation_samples: int = label(64, least=1)

@@ -29,7 +29,8 @@ class ImagesConfig:
     """Pictures and captions, before they are encoded."""
 
     size: int = numerics(32, least=1)
-    """Height and width in pixels. The shorter side is resized to it, and the longer side is cropped."""
+    """Height and width in pixels. The shorter side is resized to it, and the longer side is
+    cropped."""
     crop: str = numerics("center", choices=CROPS)
     """The part of the longer side that is kept: the center, or a random part, which depends on the seed and
     the sample number. Validation keeps the center."""
@@ -39,7 +40,8 @@ class ImagesConfig:
     """hub_pictures: the column with the captions. pictures: the field of a .json file beside a picture, which
     is read if there is no .txt file."""
     on_error: str = numerics("strict", choices=ON_ERROR)
-    """A picture that cannot be decoded: `strict` ends the run with an error, `skip` takes the next one."""
+    """A picture that cannot be decoded: `strict` ends the run with an error, `skip` takes the next
+    one."""
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,8 @@ def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
         each.setLevel(logging.ERROR)
     try:
         return load()
-    # The libraries and file readers raise many types; to the user all mean that it cannot be loaded.
+    # The libraries and file readers raise many types; to the user all mean that it cannot be
+    # loaded.
     except Exception as error:
         raise ConfigError(field, folder, f"cannot be loaded: {describe(error)}") from error
     finally:

@@ -1,7 +1,7 @@
 """Loaders of pictures with captions: random, encoded beforehand, or encoded when they are read.
 
-Row j of global step s is sample s * global_batch_size + j, as for tokens (``harness.data.loader``). Whether
-the caption of a sample is dropped is a function of the seed and that number.
+Row j of global step s is sample s * global_batch_size + j, as for tokens (``harness.data.loader``).
+Whether the caption of a sample is dropped is a function of the seed and that number.
 
 ``harness encode`` writes a folder of encoded pictures:
 
@@ -277,7 +277,8 @@ class LatentSamples:
     """The pictures of a split by sample number; shuffled, in another order in every epoch.
 
     Raises:
-        DataError: the folder is not complete, a file has another size, or the split has no pictures.
+        DataError: the folder is not complete, a file has another size, or the split has no
+            pictures.
     """
 
     def __init__(self, folder: Path, split: str, *, seed: int, shuffle: bool) -> None:

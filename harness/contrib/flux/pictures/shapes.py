@@ -1,7 +1,7 @@
 """Pictures of shapes that are drawn by a rule, with captions such as "a red circle above a blue square".
 
-Every picture is a function of the split, the seed and its number. The fraction ``HELD_OUT`` of the captions
-with two objects is never drawn for training; the split ``validation`` has only these.
+Every picture is a function of the split, the seed and its number. The fraction ``HELD_OUT`` of the
+captions with two objects is never drawn for training; the split ``validation`` has only these.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ from harness.util.store import (
 
 # Random access to the pictures of webdataset's tar files: a table of the places of their members.
 #
-# Members of one picture follow each other and have the same name up to the first dot of its last part:
-# `00012.jpg 00012.txt 00012.json` (github.com/webdataset/webdataset). The table is built once, in
-# `data.cache_dir`, and rebuilt if it is damaged (`harness/util/store.py`).
+# Members of one picture follow each other and have the same name up to the first dot of its last
+# part: `00012.jpg 00012.txt 00012.json` (github.com/webdataset/webdataset). The table is built
+# once, in `data.cache_dir`, and rebuilt if it is damaged (`harness/util/store.py`).
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Extensions of pictures."""
@@ -71,8 +71,8 @@ class TarIndex:
     """The pictures of tar files, in the order of the files.
 
     Args:
-        table: int64, a row for each picture: number of its file; offset and size of the picture, of its .txt
-            and of its .json, with a size of -1 for one that does not exist.
+        table: int64, a row for each picture: number of its file; offset and size of the picture, of
+            its .txt and of its .json, with a size of -1 for one that does not exist.
         key: hash of the files' paths, sizes and modification times.
     """
 
@@ -198,7 +198,8 @@ MOST_SKIPPED = 100
 """Pictures in a row that cannot be decoded, after which data.options.on_error=skip gives up."""
 
 MOST_ASPECT = 32
-"""Times the shorter side: what exceeds it of the longer side is cropped before the picture is resized."""
+"""Times the shorter side: what exceeds it of the longer side is cropped before the picture is
+resized."""
 
 
 class UnreadablePicture(DataError):
