@@ -29,38 +29,38 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of tokens. They go down with every deletion.
 BUDGETS = {
-    "util": 8_500,
+    "util": 8_150,
     "config": 28_750,
     "data": 32_200,
-    "model": 22_000,
-    "metrics": 8_500,
+    "model": 18_700,
+    "metrics": 7_600,
     "run": 3_800,
-    "precision": 3_500,
-    "parallelism": 22_000,
-    "optimizer": 10_200,
+    "precision": 3_430,
+    "parallelism": 18_600,
+    "optimizer": 9_300,
     "checkpoint": 14_550,
     "weights": 20_800,
-    "train": 27_000,
+    "train": 24_000,
     "compose": 19_700,
     "launch": 30_200,
     "tools": 104_100,
     "contrib": 30_900,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 383_400
-TESTS_AT_MOST = 281_600
+HARNESS_AT_MOST = 381_500
+TESTS_AT_MOST = 281_000
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
-    "star of a literal": 16,  # *("a", b) [0]
-    "conditional expression inside another": 7,  # a if b else c if d else e [0 to 6]
-    "comparison as a factor": 7,  # size * (a > 1) [0 to 2]
+    "star of a literal": 4,  # *("a", b) [0]
+    "conditional expression inside another": 4,  # a if b else c if d else e [0 to 6]
+    "comparison as a factor": 3,  # size * (a > 1) [0 to 2]
     "conditional callee": 0,  # (f if a else g)(x) [0]
     "augmented by a conditional": 8,  # x |= a if b else c [0 to 4]
-    "tuple assignment of a display": 485,  # a, b = c, d [30 to 110]
-    "comprehension inside another, or with two loops": 96,  # [13 to 68]
+    "tuple assignment of a display": 160,  # a, b = c, d [30 to 110]
+    "comprehension inside another, or with two loops": 90,  # [13 to 68]
     "lambda that assigns": 0,  # lambda: d.__setitem__(...) [0]
-    "line over 100 columns": 3_270,  # 2 % of the lines [0.4 to 5 %]
+    "line over 100 columns": 1_100,  # 2 % of the lines [0.4 to 5 %]
 }
 TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 # From Python 3.12 on an f-string is several tokens; its beginning and its texts count.

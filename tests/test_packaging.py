@@ -61,7 +61,10 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(unpacked: Path, cwd: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Runs Python where only the unpacked wheel is to be found, not the checkout."""
-    finder = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
+    finder = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in "
+        "repr(f).lower()]; "
+    )
     return subprocess.run(
         [sys.executable, "-c", finder + code],
         cwd=cwd,

@@ -172,7 +172,10 @@ def _secrets(text: str, values: Mapping[str, str]) -> Iterator[tuple[str, str, s
         if ":" in user or (user and "http" in url["scheme"].lower()):
             parameters.append(user)
         for parameter in parameters:
-            works = "the URL without it, and credentials where its client looks for them, as in the environment"
+            works = (
+                "the URL without it, and credentials where its client looks for them, as in the "
+                "environment"
+            )
             yield parameter, "a URL with a password or token", works
     for found in _FORMS.finditer(text):
         yield found[str(found.lastgroup)], "what looks like a password or token", _ELSEWHERE

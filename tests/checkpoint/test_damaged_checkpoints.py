@@ -213,7 +213,10 @@ def test_metadata_is_read_as_torch_reads_it(protocol: int) -> None:
 
 def test_only_classes_of_metadata_are_made() -> None:
     """A pickle cannot set the state of a class either, only of objects."""
-    sets_a_class = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x01\x00\x00\x00aK\x01s\x86b."
+    sets_a_class = (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+        b"N}X\x01\x00\x00\x00aK\x01s\x86b."
+    )
     with pytest.raises(DamagedCheckpoint):
         parse_metadata(sets_a_class)
     assert not hasattr(theirs.Metadata, "a")

@@ -97,7 +97,10 @@ NAMES = (
     "GITHUB_PAT DB_PASS MYSQL_PWD HF_TOK HF_AUTH HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY DB_PASSWORD "
     "SECRETS KEYS CREDS PW DB_PW SLACK_WEBHOOK TEAMS_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING"
 )
-PREFIXES = "ghp_ gho_ github_pat_ sk- sk-proj- sk-ant-api03- xoxb- glpat- eyJ wandb_v1_ npm_ pypi- nvapi- AIza"
+PREFIXES = (
+    "ghp_ gho_ github_pat_ sk- sk-proj- sk-ant-api03- xoxb- glpat- eyJ wandb_v1_ "
+    "npm_ pypi- nvapi- AIza"
+)
 
 
 def read_texts(text: str) -> list[tuple[str, object]]:

@@ -180,7 +180,10 @@ def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) ->
 def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by_gres(
     tmp_path: Path,
 ) -> None:
-    options = "{reservation: night, mail-type: END, gres: 'nvme:1', wait-all-nodes: 1, time-min: 10, hold: true}"
+    options = (
+        "{reservation: night, mail-type: END, gres: 'nvme:1', wait-all-nodes: 1, "
+        "time-min: 10, hold: true}"
+    )
     asked = dict(shape_of(job(f"cluster.sbatch={options}", "cluster.srun_args=['-v']")).options)
     assert asked["gres"] == "nvme:1" and asked["hold"] is True
     gres = ("cluster.gres=true", "cluster.gpu_type=a100", "cluster.gpu_bind=closest")
@@ -360,7 +363,10 @@ def test_a_scheduler_without_answer_has_not_forgotten(
 
 
 def test_what_users_write_is_not_read_as_facts(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = "JobId=7 JobName=a JobState=COMPLETED UserId=root(0) JobState=RUNNING Restarts=0 ExcNodeList=node9"
+    names = (
+        "JobId=7 JobName=a JobState=COMPLETED UserId=root(0) JobState=RUNNING Restarts=0 "
+        "ExcNodeList=node9"
+    )
     put(
         scontrol=f"echo '{names} Comment=a Restarts=99 ExcNodeList=node1'",
         squeue='echo "$@" >&2; exit 1',

@@ -69,7 +69,10 @@ class FlowMatching(Objective):
                 raise ConfigError(field, value, rule, str(works))
         guidance = flow_of(job).guidance
         if not flux_of(job.model).guidance and guidance != FlowConfig().guidance:
-            rule = f"is read only with model.options.guidance=true, and model={job.model.name} has no such input"
+            rule = (
+                f"is read only with model.options.guidance=true, and model={job.model.name} has "
+                "no such input"
+            )
             raise ConfigError(
                 "training.objective_options.guidance", guidance, rule, [FlowConfig().guidance]
             )

@@ -224,7 +224,10 @@ class Study:
             self._done += size
             failed = [value for value in values if isinstance(value, PointFailedError)]
             if len(failed) > self.settings.max_failure_rate * size:
-                works = f"{SETTINGS}max_failure_rate=1, or {SETTINGS}failed=VALUE, the value of a failed point"
+                works = (
+                    f"{SETTINGS}max_failure_rate=1, or {SETTINGS}failed=VALUE, the value of a failed "
+                    "point"
+                )
                 raise UserError(
                     f"sweep=optuna: ends at a failed point: {failed[0]}; would work: {works}"
                 )

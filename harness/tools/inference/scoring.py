@@ -116,7 +116,10 @@ def evaluate(
 
             loaded = Library(job, library)
         except ImportError as error:
-            rule = f"lm-evaluation-harness or a module of its tasks cannot be imported ({one_line(str(error))})"
+            rule = (
+                f"lm-evaluation-harness or a module of its tasks cannot be imported "
+                f"({one_line(str(error))})"
+            )
             raise ConfigError(
                 "evaluate.tasks", library[0], rule, "pip install -e '.[eval]'"
             ) from error

@@ -117,7 +117,10 @@ def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> D
     counted = f"{plural(steps, 'step')} on {plural(len(means), 'rank')}"
     summary = [f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {counted}"]
     summary += [f"slow: {each}" for each in slow_ranks(folder)] or ["no rank was found slow"]
-    text = "Means over all ranks. A collective counts while computation waits for it; `pp` includes the bubble."
+    text = (
+        "Means over all ranks. A collective counts while computation waits for it; `pp` "
+        "includes the bubble."
+    )
     blocks: list[Block] = [Table(_OF_PARTS, parts, "Measured and planned", [text])]
     if draw(out / PICTURE, by_rank, job):
         heading = "One step on all ranks"

@@ -305,7 +305,10 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
     points = compose_points([f"hydra.searchpath=[{file.parents[1]}]", "sweep=found", *job])
     jobs = [(each.job.id, each.job.name, each.reason) for each in points]
     assert jobs == [(each["plan"]["job"]["id"], "llama3_debug-search", "") for each in by_order]
-    to_type = f"to measure the 5: {file}\n  harness train -m .*\nto train the simplest:\n  harness train (.*)\n"
+    to_type = (
+        f"to measure the 5: {file}\n  harness train -m .*\nto train the simplest:\n  "
+        "harness train (.*)\n"
+    )
     [train] = re.findall(to_type, result.text)
     assert compose_job(train.split()).id == plain["simplest"]["plan"]["job"]["id"]
 

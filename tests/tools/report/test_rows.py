@@ -73,7 +73,10 @@ def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
     slow = SlowRank(3, "node7", "H100 3", "forward", 0.31, 17)
     (run / "slow_ranks.json").write_text(json.dumps({"slow": [asdict(slow)]}))
-    said = "rank 3 (node7, H100 3) computes 31% longer than the other ranks, most in forward; found in step 17"
+    said = (
+        "rank 3 (node7, H100 3) computes 31% longer than the other ranks, most in "
+        "forward; found in step 17"
+    )
     points = list_runs(folder).data["runs"]
     assert [point["slow"] for point in points if "slow" in point] == [[asdict(slow)]]
     assert f"slow: {said[:60]}" in list_runs(folder).text
