@@ -1,1 +1,1 @@
-"""Exchange of models with other projects: families, formats, config.json, tokenizers, the hub."""
+"""Exchange of models with other projects: families, formats, config.json, tokenizers."""
