@@ -134,8 +134,8 @@ def compute_plainly(
     """Make a linear or a norm compute on plain tensors, in its shard."""
     # Equal blocks share compiled code if their modules are alike; functions of their own are not.
     module.__class__ = PlainLinear if isinstance(module, nn.Linear) else PlainNorm
-    module.split = split
-    module.mesh = mesh
+    module.split = split  # type: ignore[assignment]
+    module.mesh = mesh  # type: ignore[assignment]
     module.stream = stream  # type: ignore[assignment]
 
 
