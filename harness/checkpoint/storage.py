@@ -200,8 +200,8 @@ class Writer(FileSystemWriter):
         for result in cast("Iterator[HashedResult]", itertools.chain.from_iterable(results)):
             facts = {"size": result.file_size, CHECKSUM: result.file_checksum}
             files[result.storage_data.relative_path] = facts
-        own = self.fs.digests[METADATA]
-        files[METADATA] = {"size": own.size, CHECKSUM: own.checksum}
+        digest = self.fs.digests[METADATA]
+        files[METADATA] = {"size": digest.size, CHECKSUM: digest.checksum}
         # Check that all files are visible here: ranks of other nodes may have written to another
         # disk.
         check_files(str(self.path), files)
@@ -301,6 +301,7 @@ class Entry(io.RawIOBase):
         start = self._position
         end = min(self._position + len(buffer), len(self._view))
         self._position = end
+        # A small read is hashed later, with the bytes around it. Bytes read again are hashed already.
         if end - start < _BLOCK or start < self._hashed:
             buffer[: end - start] = self._view[start:end]
             return end - start
@@ -321,7 +322,7 @@ class Entry(io.RawIOBase):
 class Reader(FileSystemReader):
     """Reads one checkpoint, in a folder or at an fsspec URL, and verifies checksums while reading.
 
-    The manifest of one of other software, which has no checksums, is empty.
+    A checkpoint of other software has no checksums; its manifest is empty.
     """
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
@@ -332,9 +333,9 @@ class Reader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata, which is read once; run no code that a forged file names.
+        """Return DCP's metadata, which is read once. Code that a forged file names is not run.
 
-        Call it before ``dcp.load``, which turns its errors into text from torch 2.13 on.
+        Call it before ``dcp.load``, which from torch 2.13 on turns errors of this method into text.
         """
         if self._metadata is None:
             self._metadata = self._read_metadata()
@@ -377,9 +378,8 @@ class Reader(FileSystemReader):
             with self.fs.create_stream(path, "rb") as file:
                 for entry in entries:
                     items = wanted[entry]
-                    self._read_entry(
-                        file, self.storage_data[items[0].storage_index], items, planner
-                    )
+                    place = self.storage_data[items[0].storage_index]  # the same for all items
+                    self._read_entry(file, place, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done

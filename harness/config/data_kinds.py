@@ -1,4 +1,4 @@
-"""Kinds of data: the fields that each reads, their rules, and its functions. Imports no torch."""
+"""Kinds of data: a kind's fields, the rules of these, and its functions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
 FORMATS = Choices(lambda: chain(TEXT_FORMATS, TOKEN_FORMATS))
-OF_MIXTURES = ("kind", "sources", "weights", "epochs", "weight_changes")
-"""Fields of the mixture itself."""
+MIXTURE_FIELDS = ("kind", "sources", "weights", "epochs", "weight_changes")
+"""Fields of the mixture itself; only ``kind`` is a field of its sources too."""
 SHARED = (
     "mask_document_boundary",
     "attend_across_documents",
@@ -33,12 +33,13 @@ SHARED = (
 )
 """Fields that are set once for all sources. Each source has its own values of the others."""
 STEP = "step"
-"""Key of a change of weights that is not a source."""
+"""In a change of weights, the key that does not name a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _COMMAND_OR_FIELD = re.compile(
     r"(harness tokenize .*?tokenize\.target=[^\s']+'?)"
     r"|(?<![\w/.@-])data(?:\.([a-z_]+)\b(?![./])|=)"
 )
+"""In an error: a command of ``harness tokenize``, or a field of ``data``, or ``data=``."""
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
 
 
@@ -59,15 +60,15 @@ class DataKind:
         fields: fields of ``data`` that it reads and some other kind does not. With ``paths`` they
             are files that must exist, with ``dataset`` a dataset of the hub.
         formats: values of ``data.format``, if it reads files.
-        example: of a path, for errors.
+        example: a path, for errors.
         holds_out: whether it has samples for validation without a field that says so.
         has_text: whether a sample is a part of texts.
         has_whole: whether samples hold whole conversations, which may not be cut.
         has_vocabulary: whether its ids are those of the job's tokenizer.
         check: raises ConfigError for a ``DataConfig`` with resolved options whose fields contradict
             each other; it opens no file.
-        folders: returns the folders which the options of a ``DataConfig`` name, by option; null for
-            none.
+        folders: returns the folders that the options of a ``DataConfig`` name: option -> folder,
+            null for none.
     """
 
     source: str = ""
@@ -137,7 +138,7 @@ _BUILTINS = {
     ),
     "mixture": DataKind(
         load="harness.data.kinds:load_mixture",
-        fields=OF_MIXTURES[1:],
+        fields=MIXTURE_FIELDS[1:],
         has_vocabulary=False,
         check=f"{__name__}:check_mixture",
     ),
@@ -149,14 +150,16 @@ OWNED = set().union(*(kind.fields for kind in _BUILTINS.values()))
 """Fields that not all kinds read. For another kind a value would have no effect, so it is
 refused."""
 NEEDED = (("workers", "streaming"), ("shuffle_buffer", "streaming"), ("shuffle_buffer", "shuffle"))
-"""Fields, and the switch without which each has no effect."""
+"""Pairs of a field and the switch without which the field has no effect."""
 
 
 def check_effects(data: DataConfig) -> None:
     """Raise ConfigError for a value that has no effect on data of this kind."""
     kind = DATA_KINDS[data.kind]
     default = type(data)()
-    for name in (name for name in vars(data) if name in OWNED and name not in kind.fields):
+    for name in vars(data):
+        if name not in OWNED or name in kind.fields:
+            continue
         value = getattr(data, name)
         if value != getattr(default, name):
             readers = [other for other in DATA_KINDS if name in DATA_KINDS[other].fields]
@@ -190,7 +193,7 @@ def check_files(data: DataConfig) -> None:
 
 
 def check_dataset(data: DataConfig) -> None:
-    """Raise ConfigError for a dataset that is missing or not allowed, or two ways to validate on it."""
+    """Raise ConfigError if the dataset is missing or not allowed, or if validation is set twice."""
     if not data.dataset:
         rule = f"data.kind={data.kind} needs a dataset"
         raise ConfigError("data.dataset", data.dataset, rule, "allenai/c4")
@@ -198,15 +201,16 @@ def check_dataset(data: DataConfig) -> None:
         rule = "reads pickles, which can run any code"
         raise ConfigError("data.dataset", data.dataset, rule, "parquet, json, csv")
     if data.validation_fraction > 0 and (data.validation_split or data.streaming):
-        rule = "validation comes either from data.validation_split or from held-out documents, not both"
-        if not data.validation_split:
-            rule = "documents of a stream cannot be held out"
-        works = "0" if data.validation_split else "0 with data.validation_split set"
+        rule = "documents of a stream cannot be held out"
+        works = "0 with data.validation_split set"
+        if data.validation_split:
+            rule = "validation comes either from data.validation_split or from held-out documents, not both"
+            works = "0"
         raise ConfigError("data.validation_fraction", data.validation_fraction, rule, works)
 
 
 def check_chat(data: DataConfig) -> None:
-    """Raise ConfigError for samples in which conversations see each other, and for a date that is none."""
+    """Raise ConfigError if conversations of a sample would see each other, or if chat_date is no date."""
     for name, needed, rule in (
         ("attend_across_documents", False, "conversations do not attend to others in their sample"),
         ("mask_document_boundary", True, "no token predicts the beginning of another conversation"),
@@ -247,7 +251,7 @@ def check_mixture(data: DataConfig) -> None:
         _check_source(data.sources[name], name)
     default = type(data)()
     for name, value in vars(data).items():
-        if name not in (*OF_MIXTURES, *SHARED) and value != getattr(default, name):
+        if name not in (*MIXTURE_FIELDS, *SHARED) and value != getattr(default, name):
             rule = "is a field of each source"
             raise ConfigError(f"data.{name}", value, rule, f"data.sources.NAME.{name}")
     for name in data.source_names:
@@ -275,7 +279,7 @@ def errors_of_source(data: DataConfig, name: str) -> Iterator[None]:
 
     Shared fields, file names and the commands of ``harness tokenize`` stay as they are.
     """
-    names = {field.name for field in dataclasses.fields(data)} - {*SHARED, *OF_MIXTURES[1:]}
+    names = {field.name for field in dataclasses.fields(data)} - {*SHARED, *MIXTURE_FIELDS[1:]}
 
     def replacement(found: re.Match[str]) -> str:
         command, field = found.groups("")
@@ -308,8 +312,10 @@ def weights_by_step(
         samples_per_epoch: samples per epoch of each source; None if unknown.
     """
     if not data.epochs:
-        changes = [(int(change[STEP]), _without_step(change)) for change in data.weight_changes]
-        return [(step, _shares(data, weights)) for step, weights in [(1, data.weights), *changes]]
+        shares = [(1, _shares(data, data.weights))]
+        for change in data.weight_changes:
+            shares.append((int(change[STEP]), _shares(data, _without_step(change))))
+        return shares
     weights = {}
     for name, epochs in data.epochs.items():
         samples = samples_per_epoch[name]

@@ -51,7 +51,7 @@ class Job:
     feeds_model: ClassVar[bool] = True
     """Whether batches of the data pass through the model."""
     varies: ClassVar[bool] = False
-    """Whether the verb makes other jobs from it, in which more values may have an effect."""
+    """Whether the verb makes other jobs from this one. More values may have an effect in those."""
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", written="folder")
@@ -98,12 +98,12 @@ class Job:
 
     @property
     def fsdp_ranks(self) -> int:
-        """Ranks that FSDP shards or replicates parameters over; experts may have more than the others."""
+        """Ranks that FSDP shards or replicates parameters over, or those of experts if they are more."""
         layout = self.parallelism
-        of_experts = (
-            layout.expert_shards if self.model.moe.enabled and layout.has_expert_mesh else 1
-        )
-        return layout.dp_replicate * max(layout.parameter_shards, of_experts)
+        shards = layout.parameter_shards
+        if self.model.moe.enabled and layout.has_expert_mesh:
+            shards = max(shards, layout.expert_shards)
+        return layout.dp_replicate * shards
 
     @property
     def uses_fsdp(self) -> bool:
@@ -158,12 +158,14 @@ class Job:
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
 
     def compiles(self, *, on_gpu: bool) -> bool:
-        """Whether steps call the compiler: with ``compile.enable``; on GPUs also FlexAttention and some
-        optimizers, whatever is asked for."""
-        always = self.training.attention == "flex" or self.optimizer.compiles(
+        """Whether steps call the compiler.
+
+        They do with ``compile.enable``. On GPUs FlexAttention and some optimizers do without it.
+        """
+        needs_compiler = self.training.attention == "flex" or self.optimizer.compiles(
             self.precision.master_dtype
         )
-        return self.compile.enable or (on_gpu and always)
+        return self.compile.enable or (on_gpu and needs_compiler)
 
     @property
     def plain(self) -> Job:
@@ -183,7 +185,7 @@ class Job:
         if not parts or Path(self.name).is_absolute() or ".." in parts or "://" in self.name:
             rule = "must name a folder inside runs_dir"
             raise ConfigError("name", self.name or "''", rule, self.model.name)
-        if any(len(os.fsencode(part)) > LONGEST_NAME for part in parts):
+        if any(len(os.fsencode(folder)) > LONGEST_NAME for folder in parts):
             raise ConfigError(
                 "name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes"
             )
@@ -239,6 +241,7 @@ def _numerics(job: Job) -> dict[str, Any]:
 
 
 def differing_numerics(a: Job, b: Job) -> list[str]:
+    """Return the names of the numeric fields in which two jobs differ."""
     first = _numerics(a)
     second = _numerics(b)
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]

@@ -1,1 +1,1 @@
-"""What an outside package could have added, registered by entry points alone: Flux, foreign files."""
+"""Flux and foreign files. Entry points alone register them, as those of an outside package."""

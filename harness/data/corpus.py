@@ -1,4 +1,6 @@
-"""A corpus: tokens of documents in shards, with a manifest, by ``harness tokenize`` or for the token cache.
+"""A corpus: the tokens of documents in shards, with a manifest.
+
+``harness tokenize`` writes one, and so does the token cache.
 
     corpus/web/plan.json                 source, tokenizer and number of shards; written first
     corpus/web/.unfinished/units/        tokenized units (``tokenizing.py``)
@@ -9,8 +11,8 @@
     corpus/web/manifest.json             tokenizer, counts, source files, checksums; written last
 
 A shard has a contiguous range of the source's documents. The documents of a split are those of its
-shards, one after the other, whatever the number of shards. Everything is written under another name
-and renamed, so finished units and shards are kept when a process is killed.
+shards, one after the other, whatever the number of shards. Units and shards are written under
+another name and then renamed, so those that are finished are kept when a process is killed.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class TokenizedSplit:
         return self.tokens[begin:end].astype(np.int64)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        # Keys of the array's type: for keys of another type numpy converts all of the array.
+        # The keys have the array's type. For others numpy would convert the whole array.
         first, last = np.searchsorted(self.starts, np.array([begin, end], dtype=self.starts.dtype))
         return self.starts[first:last].astype(np.int64)
 
@@ -120,7 +122,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
             nbytes = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize
             known = meta["files"]
             if known[tokens]["size"] != nbytes or known[starts]["size"] % 8:
-                raise ValueError(f"{split} has other numbers of tokens and bytes")
+                raise ValueError(f"the sizes of the {split} files do not match their tokens")
     except (*NO_FILE, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{META}: {error}") from None
     return meta
@@ -190,18 +192,19 @@ def read_manifest(folder: Path) -> Manifest:
 def _check_plain(manifest: Manifest, shards: list[Shard]) -> None:
     for name in (shard.folder for shard in shards):
         if not is_file_name(name):
-            raise ValueError(f"{name!r} is no name of a folder in it")
+            raise ValueError(f"{name!r} is no name of a folder in the corpus")
     vocab_size = manifest.tokenizer["vocab_size"]
     if (
         type(vocab_size) is not int
         or not 0 < vocab_size <= 2**32
         or not manifest.tokenizer["fingerprint"]
     ):
-        raise ValueError("tokenizer")
+        raise ValueError("tokenizer without a valid vocab_size or fingerprint")
+    # The first count is the total, the others are those of the shards.
     counted = [manifest.counts, *(shard.counts for shard in shards)]
     for split in SPLITS:
         for kind in ("tokens", "documents"):
-            counts = [getattr(each, kind)[split] for each in counted]
+            counts = [getattr(entry, kind)[split] for entry in counted]
             if any(type(count) is not int or not 0 <= count < 2**63 for count in counts):
                 raise ValueError(f"counts of {kind}")
             if counts[0] != sum(counts[1:]):
@@ -242,10 +245,10 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
     """
     manifest = read_manifest(folder)
     if not manifest.counts.tokens[split]:
-        works = (
-            "harness tokenize with data.validation_fraction=0.01" if split == "validation" else ""
-        )
-        raise DataError(f"{folder} has no {split} documents{works and f'; would work: {works}'}")
+        advice = ""
+        if split == "validation":
+            advice = "; would work: harness tokenize with data.validation_fraction=0.01"
+        raise DataError(f"{folder} has no {split} documents{advice}")
     opened = []
     for shard in manifest.shards:
         path = folder / shard.folder
@@ -279,11 +282,13 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
             f"{found['name']}, {found['vocab_size']} tokens"
         )
         others = {
-            name: found.get(name)
-            for name, value in asdict(config).items()
-            if found.get(name) != value
+            option: found.get(option)
+            for option, value in asdict(config).items()
+            if found.get(option) != value
         }
-        works = " ".join(f"tokenizer.{name}={as_typed(value)}" for name, value in others.items())
+        works = " ".join(
+            f"tokenizer.{option}={as_typed(value)}" for option, value in others.items()
+        )
         raise ConfigError(
             field, config.path or config.kind, rule, works or "the file as it was then"
         )
@@ -373,7 +378,7 @@ class CorpusWriter(ShardWriter):
         document = 0
         for shard in range(len(self.shards)):
             if self.missing(shard):
-                # Without held-out documents their numbers do not matter.
+                # A document's number only decides whether it is held out.
                 if self.held_out > 0:
                     return None
                 continue
@@ -391,7 +396,7 @@ class CorpusWriter(ShardWriter):
         with only_builder(self.work / folder.name, folder.exists) as building:
             if building is None:
                 return
-            building.is_useless = True  # the lock
+            building.is_useless = True  # the folder only locks: the shard is written beside it
             unfinished = self.target / f".{folder.name}-{uuid.uuid4().hex}"
             unfinished.mkdir()
             try:
@@ -419,8 +424,9 @@ class CorpusWriter(ShardWriter):
                 )
                 changes = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
                 ends = np.append(index.starts, index.num_tokens)
-                # Consecutive documents of a split are one run, and the file is read in order.
-                for first, last in pairwise([0, *changes, len(held)] if len(held) else []):
+                # Consecutive documents of one split are copied at once, in the order of the file.
+                bounds = [0, *changes, len(held)] if len(held) else []
+                for first, last in pairwise(bounds):
                     begin = ends[first]
                     end = ends[last]
                     writer = writers["validation" if held[first] else "train"]
@@ -461,7 +467,8 @@ class CorpusWriter(ShardWriter):
             for span in unit.spans:
                 sizes[span.name] += span.nbytes
         tokenizer = self.tokenizer
-        config = {} if tokenizer.config is None else asdict(tokenizer.config)  # of conversations
+        # A tokenizer of conversations has no config.
+        config = {} if tokenizer.config is None else asdict(tokenizer.config)
         return Manifest(
             version=FORMAT_VERSION,
             tokenizer={
@@ -479,15 +486,15 @@ class CorpusWriter(ShardWriter):
             held_out=self.held_out,
             counts=total,
             shards=[
-                Shard(folder.name, each, xxhash.xxh3_64_hexdigest((folder / META).read_bytes()))
-                for folder, each in zip(folders, counts, strict=True)
+                Shard(folder.name, held, xxhash.xxh3_64_hexdigest((folder / META).read_bytes()))
+                for folder, held in zip(folders, counts, strict=True)
             ],
             key=self.key,
         )
 
 
 def _sum(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Add counts of each split."""
+    """Return the sum of the shards' counts, by split."""
     return {split: sum(map(itemgetter(split), counts)) for split in SPLITS}
 
 
@@ -499,7 +506,7 @@ class _Writer:
         self._tokens, self._starts = ((folder / name).open("wb") for name in files_of(split))
 
     def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """Append the ids of documents; ``starts`` are their offsets in them."""
+        """Append documents: their ids, and the offset in ``tokens`` at which each begins."""
         self._tokens.write(tokens.data)
         self._starts.write((starts + self.num_tokens).tobytes())
         self.num_tokens += len(tokens)

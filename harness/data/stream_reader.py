@@ -88,7 +88,7 @@ class RowReader:
         return position if self.shuffle_buffer is None else {**position, "block": 0, "index": 0}
 
     def check(self, position: Position) -> None:
-        """Check that ``position`` is of this dataset and order."""
+        """Raise DataError if ``position`` was saved for other shards or with another order."""
         shuffled = "block" in position
         if shuffled != (self.shuffle_buffer is not None):
             raise DataError(
@@ -126,11 +126,9 @@ class RowReader:
                 part.dataset.load_state_dict(state)
             found = False
             for fields, next_state in self._examples(part.dataset):
-                text = (
-                    text_of_row(fields, self.field, self.name)
-                    if example % part.cuts == part.cut
-                    else ""
-                )
+                text = ""
+                if example % part.cuts == part.cut:
+                    text = text_of_row(fields, self.field, self.name)
                 if text:
                     found = True
                     start = {
@@ -146,7 +144,7 @@ class RowReader:
             state = None
             example = 0
             without_text = 0 if found else without_text + 1
-            # One more than there are, because the first was perhaps not read from its beginning.
+            # One part more than the row has: the first was perhaps not read from its beginning.
             if without_text > self._num_own_parts:
                 raise DataError(
                     f"{self.name} holds no text; it may have fewer documents than the batch has rows"
@@ -180,13 +178,13 @@ class RowReader:
 
     @property
     def _num_own_parts(self) -> int:
-        """Number of different parts that this row reads in time."""
+        """Number of different parts that this row reads in all passes."""
         if self.shuffle_buffer is not None:
             return self._num_parts
         return self._num_parts // gcd(self._num_parts, self.rows)
 
     def _part(self, number: int) -> _Part:
-        """A part of the row by its number."""
+        """Return the part that the row reads after ``number`` others."""
         from datasets.distributed import split_dataset_by_node
 
         pass_, part = divmod(self.row + number * self.rows, self._num_parts)
@@ -194,7 +192,7 @@ class RowReader:
             part = int(random_stream("parts", self.seed, pass_).permutation(self._num_parts)[part])
         shards = self.dataset.n_shards
         cut, shard = divmod(part, shards)
-        # Split by shards, because `world_size` is their number.
+        # With as many ranks as there are shards, the split of a rank is one shard.
         return _Part(
             split_dataset_by_node(self.dataset, rank=shard, world_size=shards), self._cuts, cut
         )
@@ -241,7 +239,7 @@ class RowStream:
     def next(self, length: int) -> tuple[np.ndarray, ...]:
         """Return a sample of ``length`` inputs."""
         tokens, starts = self._peek(length + 1)
-        self._offset += length  # not T + 1: the last label is the next sample's first input
+        self._offset += length  # not length + 1: the last label is the next sample's first input
         while self._offset >= len(self._documents[0].tokens):
             self._offset -= len(self._documents.popleft().tokens)
         return sample_of(tokens, starts[1:].nonzero()[0], self._data)

@@ -1,4 +1,4 @@
-"""Console output of runs and verbs: plain lines, which a log file or a pipe shows as a terminal does."""
+"""Console output of runs and verbs: plain lines, which look the same in a file, a pipe and a terminal."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ class PlainConsole:
     def _text(self, row: Mapping[str, Any]) -> str:
         shown = []
         for metric in self._metrics:
-            stem = metric.name.removesuffix("*")
-            is_prefix = metric.name.endswith("*")
-            keys = [key for key in row if key.startswith(stem)] if is_prefix else [metric.name]
-            shown += [
-                metric.format(key, row[key])
-                for key in keys
-                if metric.line and row.get(key) is not None
-            ]
+            if not metric.line:
+                continue
+            keys = [metric.name]
+            if metric.name.endswith("*"):
+                prefix = metric.name.removesuffix("*")
+                keys = [key for key in row if key.startswith(prefix)]
+            shown += [metric.format(key, row[key]) for key in keys if row.get(key) is not None]
         return "  ".join(filter(None, shown))
 
     def message(self, text: str) -> None:
@@ -55,13 +54,16 @@ class PlainConsole:
         self.message(f"warning: {text}")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
-        """Show the final values of a run, except those that are None; a failed one has but its code."""
+        """Show the final values of a run, except those that are None.
+
+        A failed run has only an exit code, and nothing is shown of it.
+        """
         if values.keys() != {"exit_code"}:
             self.message("\n".join(_summary_lines(title, values)))
 
 
 class SilentConsole(PlainConsole):
-    """Shows nothing. Warnings still go to the log of the process, because requested output was lost."""
+    """Shows nothing. Warnings go to the log of the process: they say that requested output is lost."""
 
     def log(self, row: Mapping[str, Any]) -> None: ...
 
@@ -82,13 +84,14 @@ def make_console(kind: str, total_steps: int) -> PlainConsole:
 
 @contextmanager
 def progress(total: int, *, seconds: float = 0.0) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which of ``total`` items begins, and the time left by those that have ended.
+    """Show on stderr which of ``total`` items begins, and about how long the rest takes.
 
-    Yields a function to call with the name of an item when it begins.
+    Each item that is left is expected to take the mean time so far. Yields a function to call with
+    the name of an item when it begins.
 
     Args:
         total: number of items.
-        seconds: between two lines, at least.
+        seconds: least time between two lines.
     """
     started = time.monotonic()
     next_line = started + seconds

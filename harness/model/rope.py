@@ -1,8 +1,8 @@
 """Rotary position embedding.
 
 Pairs are (i, i + D/2), the layout of Hugging Face's Llama checkpoints, whose weights can be used
-unchanged. Meta's original files interleave pairs (2i, 2i + 1), so wq and wk are permuted. Families
-whose checkpoints are all interleaved set ``rope.interleaved``.
+unchanged. Meta's original files interleave pairs (2i, 2i + 1), so their wq and wk are permuted when
+they are read. Families whose checkpoints are all interleaved set ``rope.interleaved``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _stretch_llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
 def _stretch_yarn(frequencies: Tensor, config: RopeConfig, width: int) -> Tensor:
     """YaRN (arXiv:2309.00071, section 3.2): a ramp from unchanged to stretched pairs.
 
-    It is between the pairs that turn ``beta_fast`` and ``beta_slow`` times within the original
+    The ramp lies between the pairs that turn ``beta_fast`` and ``beta_slow`` times within the original
     context.
     """
 
@@ -95,7 +95,7 @@ def signed_table(table_2TD: Tensor) -> Tensor:
 def rotate(
     q_BTHD: Tensor, k_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions; compute in float32 and return their formats.
+    """Rotate queries and keys by their positions, in float32, and return them in their own dtypes.
 
     Interleaved pairs are returned as (i, i + D/2): scores do not depend on the order, which all
     heads share.
@@ -105,7 +105,7 @@ def rotate(
         table_2TD: rows of ``signed_table``; [2, B, T, D] if positions differ between sequences.
         interleaved: pairs are (2i, 2i + 1), not (i, i + D/2).
     """
-    if torch.compiler.is_compiling():  # which fuses these operations itself
+    if torch.compiler.is_compiling():  # the compiler fuses these operations itself
         q, k = (_rotated(x.float(), table_2TD, 1, interleaved).type_as(x) for x in (q_BTHD, k_BTHD))
     else:
         q, k = _Rotation.apply(q_BTHD, k_BTHD, table_2TD, interleaved)
@@ -113,7 +113,10 @@ def rotate(
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient is a rotation back. On GPUs both are a kernel; the last bit of float32 may differ."""
+    """A rotation, whose gradient is a rotation back.
+
+    On GPUs a kernel computes each of them. Its last bit of float32 may differ from torch's.
+    """
 
     @staticmethod
     def forward(
@@ -205,8 +208,8 @@ if triton is not None:
     ):  # fmt: skip
         head = tl.arange(0, HEADS)[:, None]
         exists = (head < heads) & (pair < HALF)
-        # In the rotated tensor pairs are half a head apart, in the other one side by side if
-        # interleaved.
+        # In the rotated tensor the two values of a pair are half a head apart. In the other tensor
+        # they are side by side if interleaved.
         other, step = (pair * 2, 1) if INTERLEAVED else (pair, HALF)
         x += head * by_head + (other if DIRECTION == 1 else pair)
         out += head * HALF * 2 + (pair if DIRECTION == 1 else other)

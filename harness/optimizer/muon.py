@@ -2,9 +2,10 @@
 
 Parameters, gradients and momentum stay sharded. For each matrix the ranks send their pieces of the
 update to its owner, which orthogonalizes the complete matrix and sends every rank its piece back.
-Both are one all-to-all for all matrices of a round. Per step a rank sends about (1 + 1/replicas)
-times the size of its shards: an all-gather on every rank would send as many times as much as there
-are ranks. Replicas share the matrices too. The orthogonalized matrix does not depend on the layout.
+Each direction is one all-to-all for all matrices of a round. Per step a rank sends about
+(1 + 1/replicas) times the size of its shards. With an all-gather to every rank it would send its
+shards to each of them. Replicas share the matrices too. The orthogonalized matrix does not depend
+on the layout.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from harness.precision.swap import plain
 # Newton-Schulz iteration of Muon (Jordan et al., kellerjordan.github.io/posts/muon).
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the polynomial a x + b x^3 + c x^5 (github.com/KellerJordan/Muon, muon.py). Singular values come close
-to 1, not to it: about 0.7 to 1.2 after five steps."""
+"""a, b and c of the polynomial a x + b x^3 + c x^5 (github.com/KellerJordan/Muon, muon.py). Singular values
+come close to 1 and do not reach it: about 0.7 to 1.2 after five steps."""
 EPS = 1e-7
 """Smallest norm that a matrix is divided by (torch.optim.Muon)."""
 
@@ -48,7 +49,7 @@ def orthogonalize(x_BOI: Tensor) -> Tensor:
         x_BOI: matrices; overwritten.
     """
     if len(x_BOI) > 1 and x_BOI.device.type == "cpu":
-        # Batched products of bfloat16 are slower than single ones by orders of magnitude there.
+        # On CPUs batched products of bfloat16 are slower than single ones by orders of magnitude.
         for x_1OI in x_BOI.split(1):
             x_1OI.copy_(orthogonalize(x_1OI))
         return x_BOI
@@ -129,14 +130,15 @@ class Muon(OwnOptimizer):
                 zeros = torch.zeros_like(plain(held.parameter), dtype=self.state_dtype)
                 self.state[held.parameter][MOMENTUM] = zeros
         applied = None if self.found_inf is None else self.applied.float()  # type: ignore[union-attr]
-        # The exchanges of the rounds before and after one run while it computes.
-        arriving = [each.gather(applied) for each in self.rounds[:1]]
+        # While one round computes, the exchanges of the rounds before and after it run. So a round
+        # is applied after the next one has computed.
+        arriving = [first.gather(applied) for first in self.rounds[:1]]
         for units in self.local_rounds:
             self._update_local(units, applied)
         apply_before: Callable[[Tensor | None], None] | None = None
-        for number, each in enumerate(self.rounds):
+        for number, current in enumerate(self.rounds):
             arriving += [later.gather(applied) for later in self.rounds[number + 1 : number + 2]]
-            apply_this = partial(each.apply, each.orthogonalize(arriving))
+            apply_this = partial(current.apply, current.orthogonalize(arriving))
             if apply_before is not None:
                 apply_before(applied)
             apply_before = apply_this
@@ -166,16 +168,23 @@ class Muon(OwnOptimizer):
     def nesterov(
         self, units: list[MatrixGroup], applied: Tensor | None
     ) -> dict[MatrixGroup, Tensor]:
-        """Update the momentum of units' local shards; return the shards' updates, which use up gradients."""
-        held = [(self.tensors[unit.tensor], slice(unit.first, unit.stop)) for unit in units]
-        stored = [each.stacked(self.state[each.parameter][MOMENTUM])[at] for each, at in held]
-        gradients = [each.stacked(each.parameter.grad)[at].float() for each, at in held]
-        means = [each.float() for each in stored]
+        """Update the momentum of units' local shards; return the shards' updates.
+
+        Gradients in float32 are overwritten.
+        """
+        stored = []
+        gradients = []
+        for unit in units:
+            held = self.tensors[unit.tensor]
+            matrices = slice(unit.first, unit.stop)
+            stored.append(held.stacked(self.state[held.parameter][MOMENTUM])[matrices])
+            gradients.append(held.stacked(held.parameter.grad)[matrices].float())
+        means = [momentum.float() for momentum in stored]
         weight: Any = 1 - self.momentum
         if applied is not None:
             weight = weight * applied
-            # Of their bits, because NaN times 0 is NaN.
-            torch._foreach_mul_([each.view(torch.int32) for each in gradients], applied.int())
+            # Multiply the bits by 0 or 1, because NaN times 0 is NaN.
+            torch._foreach_mul_([x.view(torch.int32) for x in gradients], applied.int())
         for mean, gradient in zip(means, gradients, strict=True):
             mean.lerp_(gradient, weight)
         if self.state_dtype != torch.float32:
@@ -210,7 +219,7 @@ class _Holder:
     """A rank that holds a piece of the same matrices."""
 
     rank: int
-    """In the optimizer's group."""
+    """Its rank in the optimizer's group."""
     replica: tuple[int, ...]
     """Its coordinates on the axes that replicate the tensor."""
     rows: range
@@ -231,7 +240,7 @@ class _Held:
         self.group_index = group_index
         outputs, inputs = parameter.shape[-2:]
         self.scale = scale(outputs, inputs)
-        matrices, self.holders = holders.of(parameter)
+        matrices, self.holders = holders.lookup(parameter)
         self.matrices = Matrices(len(matrices), outputs, inputs, len(self.holders))
         shard = local(parameter)
         self.device = shard.device
@@ -239,7 +248,8 @@ class _Held:
             isinstance(parameter, DTensor)
             and shard.device.type != parameter.device_mesh.device_type
         ):
-            # Offloaded to the host; exchanged and orthogonalized where the model computes.
+            # The shard is offloaded to the host. Matrices are exchanged and orthogonalized where the
+            # model computes.
             self.device = torch.empty((), device=parameter.device_mesh.device_type).device
 
     def stacked(self, tensor: Tensor | None) -> Tensor:
@@ -256,7 +266,7 @@ class _Holders:
         self.group = group
         self.known: dict[Any, tuple[range, list[_Holder]]] = {}
 
-    def of(self, parameter: Tensor) -> tuple[range, list[_Holder]]:
+    def lookup(self, parameter: Tensor) -> tuple[range, list[_Holder]]:
         """Return the matrices of a stack that this rank has a piece of, and all their holders by rank."""
         if self.group is None or not isinstance(parameter, DTensor):
             outputs, inputs = parameter.shape[-2:]
@@ -271,12 +281,12 @@ class _Holders:
     def _find(
         self, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
     ) -> tuple[range, list[_Holder]]:
-        own = mesh.get_coordinate()
-        assert own is not None and self.group is not None, (
+        here = mesh.get_coordinate()
+        assert here is not None and self.group is not None, (
             "this rank is outside the parameter's mesh"
         )
         stacked = len(shape) == 3
-        matrices = shard_ranges(shape, mesh, placements, own)[0] if stacked else range(1)
+        matrices = shard_ranges(shape, mesh, placements, here)[0] if stacked else range(1)
         replicated = [axis for axis, each in enumerate(placements) if isinstance(each, Replicate)]
         holders = []
         coordinates = itertools.product(*(range(mesh.size(axis)) for axis in range(mesh.ndim)))
@@ -297,14 +307,14 @@ def mesh_ranks(mesh: DeviceMesh) -> list[int]:
 
 @dataclass
 class _Exchange:
-    """An all-to-all in flight: what arrives, and the buffer sent, which must live until then."""
+    """An all-to-all in flight. The buffer that is sent must live until everything has arrived."""
 
     received: Tensor
     sent: Tensor
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """Return what has arrived; a device waits, the host does not."""
+        """Return what has arrived. The device waits for it, the host does not."""
         self.work.wait()
         return self.received
 
@@ -331,14 +341,14 @@ class _Routes:
 
 
 class _Round:
-    """Units that are exchanged together, each rank with its own."""
+    """Units that are exchanged together. Each rank owns some of them."""
 
     def __init__(self, units: list[MatrixGroup], muon: Muon) -> None:
         self.muon = muon
         self.units = units
-        self.there = _Routes()
-        self.back = _Routes()
-        self.own: list[MatrixGroup] = []
+        self.to_owners = _Routes()
+        self.to_holders = _Routes()
+        self.owned: list[MatrixGroup] = []
         for unit in units:
             self._route(unit)
 
@@ -348,25 +358,25 @@ class _Round:
         me = self.muon.rank
         owner = holders[unit.owner]
         if owner.rank == me:
-            self.own.append(unit)
+            self.owned.append(unit)
         for holder in holders:
             piece = _Piece(unit, holder)
             if owner.rank == me:
-                self.back.sent[holder.rank].append(piece)
+                self.to_holders.sent[holder.rank].append(piece)
             if holder.rank == me:
-                self.back.received[owner.rank].append(piece)
+                self.to_holders.received[owner.rank].append(piece)
             if holder.replica != owner.replica:
                 continue
             if holder.rank == me:
-                self.there.sent[owner.rank].append(piece)
+                self.to_owners.sent[owner.rank].append(piece)
             if owner.rank == me:
-                self.there.received[holder.rank].append(piece)
+                self.to_owners.received[holder.rank].append(piece)
 
     def gather(self, applied: Tensor | None) -> _Exchange:
         """Update the momentum of the round's matrices, and send its pieces to their owners."""
         # If another replica sends a piece, this one updates its momentum too.
         updates = self.muon.nesterov(self.units, applied)
-        return self._exchange(self.there, lambda piece: updates[piece.unit])
+        return self._exchange(self.to_owners, lambda piece: updates[piece.unit])
 
     def orthogonalize(self, arriving: list[_Exchange]) -> _Exchange:
         """Orthogonalize the matrices that this rank owns, and send the pieces to all holders.
@@ -377,26 +387,28 @@ class _Round:
         """
         received = arriving.pop(0).wait()
         updates: dict[MatrixGroup, Tensor] = {}
-        for unit in self.own:
+        for unit in self.owned:
             matrices = self.muon.tensors[unit.tensor].matrices
             updates[unit] = received.new_empty(unit.count, matrices.rows, matrices.columns)
-        pieces = list(self._split(received, self.there))
+        pieces = list(self._split(received, self.to_owners))
         targets = [updates[piece.unit][_slices(piece.holder)] for piece, _ in pieces]
         if targets:
             torch._foreach_copy_(targets, [values for _, values in pieces])
         del received, pieces, targets  # before the iterations allocate
         done = self.muon.orthogonalized(updates)
-        return self._exchange(self.back, lambda piece: done[piece.unit][_slices(piece.holder)])
+        return self._exchange(
+            self.to_holders, lambda piece: done[piece.unit][_slices(piece.holder)]
+        )
 
     def apply(self, returning: _Exchange, applied: Tensor | None) -> None:
         """Apply the orthogonalized updates to this rank's shards."""
-        pieces = self._split(returning.wait(), self.back)
+        pieces = self._split(returning.wait(), self.to_holders)
         self.muon.add({piece.unit: update for piece, update in pieces}, applied)
 
     def _exchange(self, routes: _Routes, values: Callable[[_Piece], Tensor]) -> _Exchange:
         sizes = [
-            [sum(piece.size for piece in to.get(rank, ())) for rank in range(self.muon.ranks)]
-            for to in (routes.sent, routes.received)
+            [sum(piece.size for piece in pieces.get(rank, ())) for rank in range(self.muon.ranks)]
+            for pieces in (routes.sent, routes.received)
         ]
         device = self.muon.tensors[self.units[0].tensor].device
         sent = torch.empty(sum(sizes[0]), dtype=self.muon.dtype, device=device)

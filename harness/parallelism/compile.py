@@ -23,8 +23,8 @@ _seconds_before_reset = 0.0
 
 
 GRAPHS_PER_LENGTH = 8
-"""Graphs of a function for one length of sequences, at most: with and without gradients, two masks, two sizes
-of a batch. torch's limit is for one length."""
+"""Largest number of graphs of a function for one length of sequences: with and without gradients, two masks,
+two sizes of a batch. torch's own limit is enough for one length."""
 
 
 def prepare_compiler(job: Job, device: torch.device) -> None:
@@ -33,7 +33,7 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
         return
     global _seconds_before_reset
     _seconds_before_reset = _seconds_so_far()
-    torch._dynamo.reset()  # which also sets its own clock to zero
+    torch._dynamo.reset()  # this also sets torch's clock of compile time to zero
     options = torch._dynamo.config
     config = job.compile
     layout = job.parallelism
@@ -43,8 +43,8 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     options.accumulated_recompile_limit = max(
         options.accumulated_recompile_limit, options.recompile_limit
     )
-    # Beyond the limit torch runs eagerly: FlexAttention then materializes all scores. Who
-    # suppresses errors wants that.
+    # Beyond the limit torch would run eagerly, and FlexAttention would hold all scores in memory.
+    # So the job fails, unless its user suppresses errors.
     options.fail_on_recompile_limit_hit = not options.suppress_errors
     recompute = job.activation_checkpoint
     budgeted = recompute.mode == "memory_budget"
@@ -53,8 +53,8 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     # it is 0.
     torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if layout.tp > 1:
-        # torch 2.13 looks traced graphs up by the mesh of their DTensors, which ranks have in
-        # common; but in the loss of a split vocabulary each rank has its own rows, and would get
+        # torch 2.13 looks traced graphs up by the mesh of their DTensors, which is the same on all
+        # ranks. In the loss of a split vocabulary each rank has its own rows, so it would get
         # another rank's graph (github.com/pytorch/pytorch/issues/188390). Kernels stay cached, by
         # their source.
         torch._functorch.config.enable_autograd_cache = False
@@ -62,7 +62,7 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
     torch._functorch.config.donated_buffer = not layout.splits_backward
     torch._inductor.config._micro_pipeline_tp = layout.async_tp
-    if config.mode != "default":  # else as the environment says
+    if config.mode != "default":  # the default leaves both to torch's environment variables
         torch._inductor.config.coordinate_descent_tuning = True
         torch._inductor.config.max_autotune = config.mode == "max-autotune-no-cudagraphs"
 
@@ -70,16 +70,18 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
 def apply_compile(
     part: ModelPart, config: CompileConfig, layout: ParallelismConfig, lengths: int = 1
 ) -> None:
-    """Compile the blocks of a model part, in place; with several ``lengths`` of sequences, once for each.
+    """Compile the blocks of a model part, in place.
 
-    Only ``forward`` is compiled, not ``__call__``, so names stay and FSDP's hooks run outside.
+    With several ``lengths`` of sequences, each block is compiled once for each length. Only
+    ``forward`` is compiled, not ``__call__``, so names stay and FSDP's hooks run outside.
     """
     if not config.blocks:
         return
-    for entry in part.entries if layout.tp > 1 else ():
+    if layout.tp > 1:
         # A compiled block must not take the result of an unfinished collective: backward would get
-        # another tensor type than was traced (torch 2.13).
-        entry.register_forward_hook(_wait)
+        # a type of tensor that was not traced (torch 2.13).
+        for entry in part.entries:
+            entry.register_forward_hook(_wait)
     # By default torch compiles the second length for all lengths, which is slower.
     dynamic = None if lengths == 1 else False
     compiled = partial(
@@ -90,15 +92,15 @@ def apply_compile(
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
             continue
         # Expert parallelism cannot be in a graph: the host reads the number of rows to exchange,
-        # and experts are an FSDP group with its own hooks. The parts around it are compiled; the
-        # choice of experts is between them, so that recomputation finds it saved.
+        # and experts are an FSDP group with its own hooks. The parts around the exchange are
+        # compiled. The choice of experts stays outside of them: recomputation finds it saved.
         moe = block.moe
         pieces = [(block, "attend"), (moe.router, "score"), (moe.router, "weigh"), (moe, "arrange")]
         if moe.shared_experts is not None:
             pieces.append((moe.shared_experts, "forward"))
         for owner, name in pieces:
             setattr(owner, name, compiled(getattr(owner, name)))
-        # Numbers of rows differ in every step.
+        # An expert's number of rows differs in every step.
         moe.experts.gate = _of_several_rows(
             moe.experts.gate, compiled(moe.experts.gate, dynamic=True)
         )
@@ -107,7 +109,10 @@ def apply_compile(
 def _of_several_rows(
     gate: Callable[..., Tensor], compiled: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """The compiled gate, for two rows or more: torch compiles again for 0 and for 1, on one rank of many."""
+    """Return a gate that is compiled for two rows or more.
+
+    For 0 rows and for 1 torch would compile again, on the one rank that has so few.
+    """
 
     def chosen(rows: Tensor, other: Tensor) -> Tensor:
         if len(rows) > 1:
@@ -129,19 +134,20 @@ class CompileWatch:
     """
 
     def __init__(self) -> None:
-        self._before = self._graphs_so_far(), _seconds_so_far()
+        self._graphs_before = self._graphs_so_far()
+        self._seconds_before = _seconds_so_far()
         self.recompiles = 0
         self._expected = 0
 
     @property
     def graphs(self) -> int:
         """Graphs compiled since the watch began."""
-        return self._graphs_so_far() - self._before[0]
+        return self._graphs_so_far() - self._graphs_before
 
     @property
     def seconds(self) -> float:
         """Compile time since the watch began; part of the first step's time."""
-        return _seconds_so_far() - self._before[1]
+        return _seconds_so_far() - self._seconds_before
 
     def mark_expected(self) -> None:
         """Mark all graphs compiled so far as expected."""

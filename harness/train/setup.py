@@ -31,6 +31,7 @@ from harness.util.hardware import node_name
 WAITING_SECONDS = 3.0
 """Time after which a rank says that it waits for others."""
 MEETING_SECONDS = 0.05
+"""Time after which a rank asks again whether the others have come."""
 
 
 def local_rank() -> int:
@@ -87,6 +88,7 @@ def driver_version() -> str | None:
 
 
 def _unusable(rule: str, driver: str) -> tuple[str, str]:
+    """Return why torch cannot use the GPUs of this node, and what would work."""
     built = torch.version.cuda
     major = int(driver.partition(".")[0])
     newest = next((cuda for lowest, cuda in DRIVERS.items() if major >= lowest), None)
@@ -95,8 +97,9 @@ def _unusable(rule: str, driver: str) -> tuple[str, str]:
     )
     if newest and built and int(built.partition(".")[0]) <= int(newest.partition(".")[0]):
         works = "GPUs that nvidia-smi shows without errors"
-    rule += f", which has GPUs with driver {driver}: torch {torch.__version__} is built "
-    return rule + (f"for CUDA {built}" if built else "without CUDA"), f"{works}, or cpu"
+    build = f"for CUDA {built}" if built else "without CUDA"
+    rule += f", which has GPUs with driver {driver}: torch {torch.__version__} is built {build}"
+    return rule, f"{works}, or cpu"
 
 
 def set_up_process(job: Job) -> None:
@@ -159,16 +162,16 @@ def rendezvous(job: Job) -> dist.Store:
     deadline = time.monotonic() + patience
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=patience)
-    told = threading.Timer(
+    notice = threading.Timer(
         WAITING_SECONDS, _tell, [f"rank {rank} is waiting for the store at {host}:{port}"]
     )
-    told.start()
+    notice.start()
     try:
         with stop_signals_end():
             connected = dist.TCPStore(
                 host, port, None, is_master, timeout, wait_for_workers=False, multi_tenant=True
             )
-        told.cancel()
+        notice.cancel()
         # torchrun may restart the ranks, and its store keeps their keys.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"harness-{attempt}", connected)
@@ -179,7 +182,7 @@ def rendezvous(job: Job) -> dist.Store:
             f"{str(error).splitlines()[0]}"
         ) from error
     finally:
-        told.cancel()
+        notice.cancel()
     return store
 
 
@@ -227,7 +230,7 @@ def process_group(
                     backend_of(device),
                     timeout=timedelta(seconds=job.cluster.start_timeout_seconds),
                     store=store,
-                    # Only with a store; without one they also come from the variables.
+                    # Without a store torch reads them from the environment's variables; -1 is unset.
                     rank=-1 if store is None else int(os.environ["RANK"]),
                     world_size=-1 if store is None else job.world_size,
                     device_id=device if device.type == "cuda" else None,
@@ -236,8 +239,8 @@ def process_group(
             yield
         except BaseException:
             # While peers are in a collective, destroying a group can hang or abort. The process is
-            # about to end, and while its connections are open the peers do not fail before it has
-            # reported its error.
+            # about to end anyway. Until then its open connections keep the peers from failing
+            # before it has reported its error.
             if alone:
                 dist.destroy_process_group()
             raise
@@ -256,14 +259,13 @@ def _check_interface() -> None:
 
 
 def set_timeouts(seconds: int) -> None:
-    """Set the timeout of collectives: longer for a step that compiles and connects than for the others.
+    """Set the timeout of collectives. A step that compiles and connects needs a longer one.
 
-    Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints,
+    It applies to the default group and to the groups of all mesh axes, but not to that of checkpoints,
     which has its own timeout. Ranks need not call it at the same time.
     """
-    set_one = getattr(
-        dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
-    )  # public since torch 2.14
+    # The function is public since torch 2.14.
+    set_one = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc == CHECKPOINT_GROUP:
             continue
@@ -301,7 +303,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device; of a CPU, its architecture and number of cores."""
+    """Name of the device; for a CPU, its architecture and number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"

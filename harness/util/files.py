@@ -1,4 +1,4 @@
-"""Files: atomic writes, writes that survive a power failure, names and kinds of strangers' files, globs."""
+"""Files: atomic writes, writes that survive a power failure, checks of strangers' files, globs, locks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def require_space(target: Path, nbytes: int) -> None:
 
 
 def require_regular(path: Path) -> int:
-    """Return the size of a file. OSError for others, such as pipes and devices, which may have no end."""
+    """Return the size of a regular file; raise OSError for others.
+
+    A pipe or a device may have no end.
+    """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -77,7 +80,10 @@ def is_file_name(name: object) -> bool:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """Yield what matches a glob, some of it twice; ``**`` enters no link to a folder that is on its path."""
+    """Yield the paths that match a glob, some of them twice.
+
+    ``**`` does not follow a link to a folder that it is in, so it comes to an end.
+    """
     if os.path.lexists(pattern):  # a name with brackets means itself
         yield pattern
         return
@@ -85,29 +91,28 @@ def matching(pattern: str) -> Iterator[str]:
     if "**" not in parts:
         yield from glob.iglob(pattern)
         return
-    at = parts.index("**")
-    for root in glob.iglob("/".join([*parts[:at], ""]) or "./"):
+    index = parts.index("**")
+    below = "/".join(parts[index + 1 :] or ["*"])
+    for root in glob.iglob("/".join([*parts[:index], ""]) or "./"):
         for folder in _folders(root, frozenset()):
-            yield from matching(
-                "/".join([glob.escape(folder.rstrip("/")), *(parts[at + 1 :] or ["*"])])
-            )
+            yield from matching(f"{glob.escape(folder.rstrip('/'))}/{below}")
 
 
-def _folders(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """Yield a folder and those below it, without hidden ones."""
+def _folders(folder: str, parents: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Yield a folder and those below it, without hidden ones and without any of its ``parents``."""
     inner: list[str] = []
     with contextlib.suppress(OSError):
         found = os.stat(folder)
-        if (found.st_dev, found.st_ino) in above:
+        if (found.st_dev, found.st_ino) in parents:
             return
-        above |= {(found.st_dev, found.st_ino)}
+        parents |= {(found.st_dev, found.st_ino)}
         with os.scandir(folder) as entries:
             inner = [
-                each.path for each in entries if each.is_dir() and not each.name.startswith(".")
+                entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")
             ]
     yield folder
-    for each in inner:
-        yield from _folders(each, above)
+    for path in inner:
+        yield from _folders(path, parents)
 
 
 # Errors of file systems without locks (some Lustre mounts).
@@ -119,16 +124,18 @@ class LockedError(Exception):
 
 
 def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes] | None:
-    """Lock a file without waiting; return it open, which holds the lock until it is closed.
+    """Lock a file without waiting, and return it open. Closing it releases the lock.
 
-    None if the file system has no locks.
+    Return None if the file system has no locks.
 
     Raises:
         LockedError: another process holds a conflicting lock.
         OSError: the file cannot be opened.
     """
     mode = "rb" if shared else "rb+"
-    file = path.open("ab" if create else mode)
+    if create:
+        mode = "ab"
+    file = path.open(mode)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

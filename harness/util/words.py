@@ -16,10 +16,15 @@ def seconds(value: float | None) -> str:
         return ""
     if value == 0:
         return "-"
+    unit = "us"
+    size = 1e-6
     # A value that would round to 1000 of a unit is shown as 1 of the next.
-    unit, size = next(
-        ((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6)
-    )
+    if value >= 0.9995:
+        unit = "s"
+        size = 1.0
+    elif value >= 0.9995 * 1e-3:
+        unit = "ms"
+        size = 1e-3
     amount = value / size
     digits = 2
     if amount >= 99.95:
@@ -73,7 +78,7 @@ def shortened(text: str, length: int) -> str:
 
 
 def formatted(value: Any, form: str | Callable[[Any], str] = "", missing: str = MISSING) -> str:
-    """Format a value for a cell. A form is a format spec, or a function of the value."""
+    """Format a value for a cell; ``form`` is a format spec, or a function of the value."""
     if value is None or value == "":
         return missing
     if callable(form):

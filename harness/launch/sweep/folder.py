@@ -89,7 +89,7 @@ class SweepFolder:
 
     def neighbours(self) -> str:
         """Return the sweeps next to this folder, formatted to end an error message; empty without any."""
-        known = sorted(str(each.parent) for each in self.path.parent.glob(f"*/{FILE}"))
+        known = sorted(str(file.parent) for file in self.path.parent.glob(f"*/{FILE}"))
         return f"; would work: {', '.join(known)}" if known else ""
 
     @contextmanager
@@ -150,6 +150,7 @@ class SweepFolder:
             for row in self._rows()
             if "skipped" in row
         ]
+        # Of equal points the first is returned, at the place of the last.
         return list({_identity(each): each for each in reversed(found)}.values())[::-1]
 
     def _relative(self, point: Point) -> str:
@@ -184,7 +185,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
         else:
             texts.append(None)
     if not all(isinstance(text, str) for text in texts) or not row.get("run_dir", "").isprintable():
-        raise ValueError("it is no point, and none that was skipped")
+        raise ValueError("it is neither a point nor a skipped one")
     return row
 
 
@@ -200,7 +201,7 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 def points_in(folder: Path, levels: int = 1) -> list[Point]:
     """Return the points of a sweep folder, the run of a run folder, or all runs in the folders below.
 
-    One level is all runs of a name.
+    With one level these are all runs of a name.
     """
     sweep = SweepFolder(folder)
     if sweep.exists:
@@ -226,7 +227,7 @@ def command_of(overrides: Iterable[str]) -> str:
 
 
 def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:
-    """Name points by the overrides that not all of them, and ``others``, share.
+    """Name each point by those of its overrides that not all points share, ``others`` included.
 
     A label field with a single value is left out, if the names differ without it.
     """
@@ -236,7 +237,7 @@ def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] =
     named = _without(overrides, shared | constant)
     if len(set(named)) < len(named):
         named = _without(overrides, shared)
-    # In Hydra's syntax keys of mappings have ++, which nobody has typed.
+    # An override of a mapping's key begins with ++ in Hydra's syntax. Users have not typed it.
     return [re.sub(r"(^| )\+\+", r"\1", name) or "the only point" for name in named]
 
 
@@ -271,11 +272,11 @@ def _label_fields() -> frozenset[str]:
 
 
 def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
-    own = [each for each in skipped.overrides if each in skipped.swept or not sets_label(each)]
-    return tuple(own), skipped.reason
+    kept = [text for text in skipped.overrides if text in skipped.swept or not sets_label(text)]
+    return tuple(kept), skipped.reason
 
 
-OF_THE_COMMAND = tuple(
+COMMAND_LABELS = tuple(
     f"cluster.{name}"
     for name in ("confirm_gpu_hours", "dry_run", "max_running", "parsable", "wait")
 )
@@ -283,10 +284,9 @@ OF_THE_COMMAND = tuple(
 
 
 def unique_points(composed: Sequence[Composed], swept: Sequence[str] | None = None) -> list[Point]:
-    """Return the points, which have a job, one per run folder.
+    """Return one point for each run folder, with its job.
 
-    ``swept`` are labels of which each value has a run of its own; None: those by which alone points
-    differ.
+    ``swept`` are labels: each of their values has a run of its own. None: ``swept_labels``.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
     found: dict[Path, Point] = {}
@@ -297,7 +297,10 @@ def unique_points(composed: Sequence[Composed], swept: Sequence[str] | None = No
 
 
 def swept_labels(jobs: Sequence[Job]) -> list[str]:
-    """Return the labels by which alone some jobs differ: dotted names, of mappings with the key."""
+    """Return the labels that differ between jobs of the same run folder, as dotted names.
+
+    The name of a mapping ends with the key that differs.
+    """
     first: dict[Path, Job] = {}
     names: set[str] = set()
     for job in jobs:
@@ -310,7 +313,7 @@ def swept_labels(jobs: Sequence[Job]) -> list[str]:
 def check_swept(names: Iterable[str]) -> list[str]:
     """Return labels that are axes, in order."""
     for name in names:
-        if name in OF_THE_COMMAND:
+        if name in COMMAND_LABELS:
             raise UserError(
                 f"{name}: configures the command, not its runs; would work: one value for all points"
             )
@@ -326,12 +329,12 @@ def run_dir_of(job: Job, swept: Sequence[str]) -> Path:
         return job.run_dir
     values = [(name, _value(job, name)) for name in swept]
     digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
-    own = job.run_dir.with_name(f"{job.run_dir.name}-{digest}")
-    if not own.exists() and (job.run_dir / "job.json").is_file():
+    path = job.run_dir.with_name(f"{job.run_dir.name}-{digest}")
+    if not path.exists() and (job.run_dir / "job.json").is_file():
         earlier = Job.read(job.run_dir / "job.json")
         if [(name, _value(earlier, name)) for name in swept] == values:
             return job.run_dir
-    return own
+    return path
 
 
 def _value(job: Job, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The verb ``generate``."""
+"""The verb ``generate``: its options, its prompts, and the text that decoders make."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from harness.util.errors import EXIT_OK, ConfigError, UserError
 
 STDIN = "-"
 LONGEST_LINE = 4_000_000
-"""Characters of a line, about a million tokens; a tokenizer takes a hundred bytes for each."""
+"""Largest number of characters of a line, about a million tokens; a tokenizer takes a hundred bytes for
+each."""
 _WORKS = "a prompt on each line"
 HELP = """`harness generate`: generate text with the weights of a run or a checkpoint.
 
@@ -184,23 +185,25 @@ def read_texts(job: GenerateJob) -> list[str | Conversation]:
 
 
 def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts up to the beginning of the assistant's turn."""
+    """Return each conversation as a prompt that ends where the assistant's turn begins."""
     template = find_template(
         tokenizer, None if chat == OWN else chat, date.today().isoformat(), "generate.chat"
     )
     end = tokenizer.special_ids.get(template.end_of_turn or "")
     conversations = [
-        [{"role": "user", "content": each}] if isinstance(each, str) else each for each in found
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        for prompt in found
     ]
     texts = [
-        require_text(template.render(each, add_generation_prompt=True)) for each in conversations
+        require_text(template.render(messages, add_generation_prompt=True))
+        for messages in conversations
     ]
     encoded = tokenizer.encode_marked(texts)
     return [Prompt(text, each.ids, end) for text, each in zip(texts, encoded, strict=True)]
 
 
 def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
-    """Return the longest sequence: the longest prompt and all new tokens."""
+    """Return the length of the longest sequence: the longest prompt and all new tokens."""
     longest = max(len(prompt.ids) for prompt in prompts)
     most = job.model.max_seq_len
     if longest >= most:
@@ -217,7 +220,7 @@ def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
 
 
 def _lines(name: str, *, with_messages: bool) -> list[str | Conversation]:
-    """Prompts of a file or standard input."""
+    """Read the prompts of a file or of standard input."""
     ranks = launched_ranks() or 1
     if name == STDIN and ranks > 1:
         rule = f"{ranks} ranks of a launcher cannot share standard input"
@@ -225,11 +228,11 @@ def _lines(name: str, *, with_messages: bool) -> list[str | Conversation]:
     lines = _numbered_lines(name)
     if not name.endswith(".jsonl"):
         return [line for _, line in lines]
-    return [_prompt_of(line, where, with_messages) for where, line in lines]
+    return [_prompt_of(line, place, with_messages) for place, line in lines]
 
 
 def _numbered_lines(file: str) -> list[tuple[str, str]]:
-    """Return the lines that are not blank, each after its place for messages."""
+    """Return the lines that are not blank, as pairs: the place to name in errors, and the line."""
     name = f"generate.prompt_file={file}"
     lines = []
     try:
@@ -238,13 +241,14 @@ def _numbered_lines(file: str) -> list[tuple[str, str]]:
             for number, line in enumerate(
                 iter(partial(opened.readline, LONGEST_LINE + 1), ""), start=1
             ):
-                where = f"{name}, line {number}"
+                place = f"{name}, line {number}"
                 if len(line) > LONGEST_LINE:
                     rule = f"has more than {LONGEST_LINE} characters"
-                    raise UserError(f"{where}: {rule}; would work: {_WORKS}")
-                line.encode("utf-8")  # standard input has surrogates for bytes that are not UTF-8
+                    raise UserError(f"{place}: {rule}; would work: {_WORKS}")
+                # Standard input has surrogates for bytes that are not UTF-8; encoding them raises.
+                line.encode("utf-8")
                 if line.strip():
-                    lines.append((where, line.removesuffix("\n")))
+                    lines.append((place, line.removesuffix("\n")))
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}") from error
     except UnicodeError as error:
@@ -254,34 +258,34 @@ def _numbered_lines(file: str) -> list[tuple[str, str]]:
     return lines
 
 
-def _parse_json(line: str, where: str) -> Any:
+def _parse_json(line: str, place: str) -> Any:
     try:
         row = parse(line)
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: has half a surrogate pair, which no tokenizer can read"
+            f"{place}: has half a surrogate pair, which no tokenizer can read"
         ) from error
     except ValueError as error:
-        raise UserError(f"{where}: is not JSON: {error}") from error
+        raise UserError(f"{place}: is not JSON: {error}") from error
     return row
 
 
-def _prompt_of(line: str, where: str, with_messages: bool) -> str | Conversation:
-    row = _parse_json(line, where)
+def _prompt_of(line: str, place: str, with_messages: bool) -> str | Conversation:
+    row = _parse_json(line, place)
     if with_messages and isinstance(row, dict) and isinstance(row.get("messages"), list):
         return [
-            message_of(each, f"{where}, message {i}")
-            for i, each in enumerate(row["messages"], start=1)
+            message_of(message, f"{place}, message {i}")
+            for i, message in enumerate(row["messages"], start=1)
         ]
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
-        raise UserError(f'{where}: has no text in "prompt"; would work: {{"prompt": "..."}}')
+        raise UserError(f'{place}: has no text in "prompt"; would work: {{"prompt": "..."}}')
     return prompt
 
 
 class Texts(Generator):
-    """Text after each prompt, by decoders."""
+    """Generates text after each prompt, with a decoder."""
 
     def generate(self, request: Request) -> int | Result:
         job: GenerateJob = request.job
@@ -313,7 +317,7 @@ def _rates_in_words(outcome: Any) -> str:
 
 
 def rates_of(outcome: Any) -> dict[str, float | None]:
-    """Tokens per second of the passes over prompts, and of all later passes; None if nothing was done."""
+    """Tokens per second of the passes over prompts, and of all later passes; None without tokens."""
     return {
         f"{name}_tokens_per_second": tokens / seconds if tokens and seconds else None
         for name, tokens, seconds in (

@@ -1,8 +1,7 @@
 """How far a plan can be trusted: bands from its errors on published rows, by class of job.
 
 Each published row was planned with constants that were fitted without it;
-experiments/measure/held_out.py prints the bands, which are published figures as multiples of the
-planned ones.
+experiments/measure/held_out.py prints the bands: published figures divided by planned ones.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ EVIDENCE = {
     ),
     "mixtures of experts on Hopper": Evidence(rows=9, sources=3, low=0.74, high=1.25, pooled=True),
 }
-"""Throughput; classes without published rows are not here."""
+"""Bands of the throughput, by class. A class without published rows is not here."""
 
 MEMORY = {
     "dense models": Evidence(rows=44, sources=5, low=0.88, high=1.14, pooled=False),
 }
-"""Peak memory on a GPU; classes without published rows are not here."""
+"""Bands of the peak memory on a GPU, by class. A class without published rows is not here."""
 
 RESOLUTION = Resolution(off=0.091, pairs=67, tables=8)
-"""Below this difference the plan does not know the faster one of two layouts."""
+"""If two layouts differ by less than this, the plan cannot tell which one is faster."""
 
 
 def class_of(job: Job, accelerator: str) -> str | None:
@@ -53,12 +52,14 @@ def throughput_band(plan: Plan) -> str | None:
         return None
     name, found = _throughput(plan)
     if found is None:
-        why = f"no published rows of {name or 'this device'}"
-        return f"no evidence: {'the constants were fitted to other runs' if plan.is_calibrated else why}"
+        reason = f"no published rows of {name or 'this device'}"
+        if plan.is_calibrated:
+            reason = "the constants were fitted to other runs"
+        return f"no evidence: {reason}"
     rate = plan.speed.tokens_per_second_per_rank
     low = figure(rate * found.low)
     high = figure(rate * found.high)
-    return f"10 to 90 %: {low} to {high} tokens/s a GPU, {_by(name or '', found)}"
+    return f"10 to 90 %: {low} to {high} tokens/s a GPU, {_rows_in_words(name or '', found)}"
 
 
 def memory_band(plan: Plan) -> str | None:
@@ -73,20 +74,20 @@ def memory_band(plan: Plan) -> str | None:
     doubt = ""
     if plan.memory_limit is not None and low <= plan.memory_limit < high:
         doubt = f"; it may {'not fit' if plan.fits else 'fit'}"
-    return f"10 to 90 %: {gib(low)} to {gib(high)} GiB, {_by(name, found)}{doubt}"
+    return f"10 to 90 %: {gib(low)} to {gib(high)} GiB, {_rows_in_words(name, found)}{doubt}"
 
 
 def bands_as_dict(plan: Plan) -> dict[str, Any]:
     """Bands of the throughput (tokens/s and device) and the memory (bytes); None without published rows."""
     rate = None if plan.speed is None else plan.speed.tokens_per_second_per_rank
     figures = {"throughput": (rate, *_throughput(plan)), "memory": (plan.peak, *_memory(plan))}
-    return {
-        kind: None
-        if found is None or value is None
-        else dataclasses.asdict(found)
-        | {"class": name, "low": value * found.low, "high": value * found.high}
-        for kind, (value, name, found) in figures.items()
-    }
+    bands: dict[str, Any] = dict.fromkeys(figures)
+    for kind, (value, name, found) in figures.items():
+        if found is None or value is None:
+            continue
+        scaled = {"class": name, "low": value * found.low, "high": value * found.high}
+        bands[kind] = dataclasses.asdict(found) | scaled
+    return bands
 
 
 def _throughput(plan: Plan) -> tuple[str | None, Evidence | None]:
@@ -99,7 +100,8 @@ def _memory(plan: Plan) -> tuple[str, Evidence | None]:
     return kind, None if plan.accelerator is None else MEMORY.get(kind)
 
 
-def _by(name: str, found: Evidence) -> str:
+def _rows_in_words(name: str, found: Evidence) -> str:
+    """Say which published rows a band comes from."""
     sources = plural(found.sources, "source")
     if found.pooled:
         return f"by all published rows ({name} have {found.rows}, of {sources})"

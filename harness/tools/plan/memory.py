@@ -48,7 +48,7 @@ Bytes = dict[str, float]
 """Bytes by kind of memory. Three kinds are separate because they belong to other CUDA streams or pools:
 ``shards``, the gradients of shards; ``buffers``, FSDP's gather buffers; ``reducing``, the inputs of
 its reduce-scatters. Another one, ``unusable``, is free memory that the allocator cannot use."""
-SHOWN_AS = {
+SHOWN_AS = {  # the kinds of a plan that these four are added to
     "shards": "gradients",
     "buffers": "gathered",
     "reducing": "communication",
@@ -67,17 +67,18 @@ def plus(*parts: Bytes) -> Bytes:
     return total
 
 
-def heaviest(moments: Iterable[Bytes], but: Collection[str] = ()) -> Bytes:
-    """Return the moment with the most bytes, those of some kinds left out."""
-    if not but:
+def heaviest(moments: Iterable[Bytes], ignored: Collection[str] = ()) -> Bytes:
+    """Return the moment with the most bytes. Bytes of ``ignored`` kinds do not count."""
+    if not ignored:
         return max(moments, key=lambda moment: sum(moment.values()))
     return max(
-        moments, key=lambda moment: sum(size for kind, size in moment.items() if kind not in but)
+        moments,
+        key=lambda moment: sum(size for kind, size in moment.items() if kind not in ignored),
     )
 
 
 def kinds_apart(job: Job) -> tuple[str, ...]:
-    """Kinds of a step's memory that CUDA's allocator does not give to others."""
+    """Kinds of a step's memory that CUDA's allocator keeps apart: other kinds cannot use it."""
     if job.fsdp_ranks == 1 or on_cpu(job):
         return ()
     if job.parallelism.fsdp_buffers == "default":
@@ -151,7 +152,7 @@ class StageMemory:
         if joint_ends and self.fsdp and not self.pipelined:
             self._join_ends()
         layout = job.parallelism
-        of = [module.parameters for module in self.modules]
+        groups_of_modules = [module.parameters for module in self.modules]
         split = layout.tp if layout.uses_sequence_parallel else 1
         self.boundary = prices.tokens * job.model.dim * BYTES[job.precision.param_dtype] / split
         """Bytes of one microbatch's stream between stages."""
@@ -163,19 +164,18 @@ class StageMemory:
         )
         """Gathered bytes that stay from forward to backward; in a pipeline until the end of the
         step."""
-        self.accumulated = sum(each.accumulated for each in of)
-        # Of neighbouring modules one is copied while the next ones are gathered.
-        buffers = [each.buffer for each in of]
-        self.ahead = layout.fsdp_prefetch
-        self.buffers = max(sum(buffers[i : i + 1 + self.ahead]) for i in range(len(buffers)))
-        if (
-            layout.fsdp_buffers != "default"
-        ):  # blocks may be in the embedding's memory when the head needs it
+        self.accumulated = sum(each.accumulated for each in groups_of_modules)
+        # While one module's parameters are copied out of their buffer, the next ones are gathered.
+        buffers = [each.buffer for each in groups_of_modules]
+        self.prefetched = layout.fsdp_prefetch
+        self.buffers = max(sum(buffers[i : i + 1 + self.prefetched]) for i in range(len(buffers)))
+        if layout.fsdp_buffers != "default":
+            # Blocks may be in the embedding's memory when the head needs it.
             self.buffers += min(buffers[0], buffers[-1])
-        # Of two reduce-scatters that follow each other, one is in flight.
-        reduced = chain.from_iterable(parameters.reduced for parameters in of)
+        # One reduce-scatter is in flight while the input of the next one is filled.
+        reduced = chain.from_iterable(each.reduced for each in groups_of_modules)
         self.reduction = max(map(sum, pairwise([0.0, *reduced])), default=0.0)
-        self.reduced = max(sum(each.reduced) for each in of)
+        self.reduced = max(sum(each.reduced) for each in groups_of_modules)
 
     def _parts(self) -> list[tuple[str, PartBytes]]:
         parts = []
@@ -192,8 +192,10 @@ class StageMemory:
         return parts
 
     def _module(self, name: str, part: PartBytes, groups: dict[str, list[HeldTensor]]) -> Module:
-        own = [*groups.get(name, []), *(groups.get("root", []) if name == "head" else [])]
-        held = own, groups.get(f"{name}.experts", [])
+        tensors = list(groups.get(name, []))
+        if name == "head":
+            tensors += groups.get("root", [])
+        held = tensors, groups.get(f"{name}.experts", [])
         block = self._held.get(name) if name.startswith("layers.") else None
         if block is None:
             parameters = self._parameters(*held)
@@ -203,15 +205,16 @@ class StageMemory:
         return Module(name, part, parameters, self.job.parallelism.frees(name))
 
     def _join_ends(self) -> None:
+        """Make the first module and the head one FSDP group, and let the last block stay gathered."""
         first, *blocks, head = self.modules
-        own = first.parameters
+        early = first.parameters
         late = head.parameters
         joint = replace(
-            own,
-            gathered=own.gathered + late.gathered,
-            buffer=own.buffer + late.buffer,
-            reduced=(sum(own.reduced) + sum(late.reduced),),
-            sharded=own.sharded + late.sharded,
+            early,
+            gathered=early.gathered + late.gathered,
+            buffer=early.buffer + late.buffer,
+            reduced=(sum(early.reduced) + sum(late.reduced),),
+            sharded=early.sharded + late.sharded,
         )
         late = replace(late, gathered=0.0, buffer=0.0, reduced=(), sharded=0.0)
         blocks[-1] = replace(blocks[-1], freed=False)
@@ -236,11 +239,20 @@ class StageMemory:
         sharded = (
             0.0 if offloaded else float(master * sum(tensor.held_elements for tensor in tensors))
         )
+        # Backward of a feed-forward computes the gradient of w2 first.
         first = sum(t.gathered_elements for t in tensors if t.name.endswith((".w2", ".w2.weight")))
         late = sum(t.gathered_elements for t in tensors if not IN_ATTENTION.search(t.name))
         if not self.fsdp:
-            own = master * elements
-            return ModuleParameters(0, 0, own, master * first, master * late, own, (), sharded)
+            return ModuleParameters(
+                gathered=0,
+                buffer=0,
+                gradients=master * elements,
+                first_gradients=master * first,
+                late_gradients=master * late,
+                accumulated=master * elements,
+                reduced=(),
+                sharded=sharded,
+            )
         in_float8 = {
             tensor.name
             for tensor in tensors
@@ -282,7 +294,7 @@ class StageMemory:
         }
 
     def _peaks(self, moments: list[Bytes]) -> list[Bytes]:
-        """Those when most is allocated, and when most is in the memory that all kinds share."""
+        """Return the moments with the most bytes: in use, and in the memory that all kinds share."""
         return [heaviest(moments, ["unusable"]), heaviest(moments, self.apart)]
 
     @cached_property
@@ -295,7 +307,7 @@ class StageMemory:
             own = module.parameters.gathered
             moment = {"activations": held + module.part.forward, "gathered": gathered}
             if not self.pipelined:
-                explicit = self.job.parallelism.ep > 1 or self.ahead > 1
+                explicit = self.job.parallelism.ep > 1 or self.prefetched > 1
                 buffers = self.buffers if explicit else module.parameters.buffer
                 moment = plus(moment, {"gathered": own, "buffers": buffers})
             moments.append(moment)
@@ -311,13 +323,13 @@ class StageMemory:
     def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
         """Peaks of a backward pass, with what its microbatch has saved.
 
-        The caller counts gradients of earlier passes. Gradients stay unsharded if it
-        ``accumulates``.
+        Gradients of earlier passes are not included: the caller counts them. If the pass
+        ``accumulates``, its gradients stay unsharded.
         """
-        how = gradients_there, accumulates
-        if how not in self._backward:
-            self._backward[how] = self._peaks(self._backward_moments(*how))
-        return self._backward[how]
+        key = gradients_there, accumulates
+        if key not in self._backward:
+            self._backward[key] = self._peaks(self._backward_moments(*key))
+        return self._backward[key]
 
     def _backward_moments(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
         moments = []
@@ -332,7 +344,7 @@ class StageMemory:
             module = self.modules[index]
             part = module.part
             own = module.parameters
-            before = self.modules[max(0, index - self.ahead) : index]
+            before = self.modules[max(0, index - self.prefetched) : index]
             arriving = 0.0
             if self.fsdp and not self.pipelined:
                 if module.freed:
@@ -355,7 +367,7 @@ class StageMemory:
                     if self.logits is not None and module.name == "head"
                     else 0.0
                 )
-                # Gradients that are added to existing ones are each freed at once.
+                # A gradient that is added to an existing one is freed at once; a quarter is counted.
                 new = gradients / 4 if gradients_there and not self.fsdp else gradients
                 moment = {
                     "activations": held + activations,
@@ -428,7 +440,6 @@ def ranks_in_turn(job: Job, software: Software | None, known: Memo) -> Iterator[
     for pp_rank in range(layout.pp):
         held = parameters_of(job, pp_rank)
         equal = equal_stages(job, held)
-
         order = passes_of_rank(layout, n_layers, job.microbatches, pp_rank)
         find = partial(fullest, order, equal, keeps_outputs=software.keeps_outputs)
         passes = known.once((pp_rank, *pipeline, *equal.items()), find)
@@ -458,7 +469,8 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
 
 
 def equal_stages(job: Job, parameters: RankParameters) -> dict[int, int]:
-    """The first of a rank's stages with the same modules as each."""
+    """Return for each stage of a rank the first stage with the same modules: both need the same memory."""
+    # With selective_layer the memory of a block depends on its number.
     by_layer = job.activation_checkpoint.mode == "selective_layer"
     first: dict[object, int] = {}
     return {
@@ -502,15 +514,17 @@ class RankStep:
 
     def memory(self) -> RankMemory:
         moments = list(self._moments())
-        fullest = heaviest(self._as_reserved(moment) for moment in moments)
-        kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
+        peak = heaviest(self._as_reserved(moment) for moment in moments)
+        kinds = {kind: float(peak.get(kind, 0.0)) for kind in KINDS}
         allocated = max(sum(moment.values()) - moment.get("unusable", 0.0) for moment in moments)
         if self.cpu:
             kinds["runtime"] += CPU_PROCESS
         else:
-            own = self.gradients if self.apart else 0.0
-            kinds["runtime"] += FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
-            allocated += 2 * CUBLAS_WORKSPACE  # tensors of torch
+            fragmented = sum(kinds.values())
+            if self.apart:
+                fragmented -= self.gradients
+            kinds["runtime"] += FRAGMENTATION * fragmented + 2 * CUBLAS_WORKSPACE
+            allocated += 2 * CUBLAS_WORKSPACE  # torch allocates them as tensors
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
 
     def _as_reserved(self, moment: Bytes) -> Bytes:
@@ -570,9 +584,9 @@ class RankStep:
         reduces = self.fsdp and not self.pipelined and (scatters or last)
         # Gradients that earlier passes accumulated: of shards, or unsharded.
         sharded_before = self.gradients if number and scatters else 0.0
-        own_gradients = {stage: self.stages[stage].accumulated for stage in self.numbers}
-        before = own_gradients if number and not scatters else dict.fromkeys(self.numbers, 0.0)
-        after = before if reduces else own_gradients
+        unsharded = {stage: self.stages[stage].accumulated for stage in self.numbers}
+        before = unsharded if number and not scatters else dict.fromkeys(self.numbers, 0.0)
+        after = before if reduces else unsharded
         for moment in self.passes:
             stage = self.stages[moment.stage]
             counts = moment.counts
@@ -584,19 +598,16 @@ class RankStep:
             gathered = self._gathered({each: counts["ran", each] for each in self.numbers})
             base = {"gathered": gathered, "gradients": sum(gradients), "shards": sharded_before}
             kept = plus(always, base, *self._waiting(counts))
-            own = (after if moment.again else before)[moment.stage]
-            there = sharded_before > 0 if reduces else own > 0
-            back = moment.kind != "F"
-            peaks = (
-                stage.backward(gradients_there=there, accumulates=not reduces)
-                if back
-                else stage.forward
-            )
+            peaks = stage.forward
+            if moment.kind != "F":
+                earlier = after if moment.again else before
+                there = sharded_before > 0 if reduces else earlier[moment.stage] > 0
+                peaks = stage.backward(gradients_there=there, accumulates=not reduces)
             yield from (plus(kept, peak) for peak in peaks)
         if self.pipelined and self.fsdp:
             # Group by group: unsharded gradients are freed as their shards are allocated.
-            unsharded = sum(count * after[stage] for stage, count in self.numbers.items())
-            reduction = {"gathered": self._gathered(self.numbers), "gradients": unsharded}
+            accumulated = sum(count * after[stage] for stage, count in self.numbers.items())
+            reduction = {"gathered": self._gathered(self.numbers), "gradients": accumulated}
             reducing = max(stage.reduction for stage in self.stages.values())
             yield plus(always, reduction, {"shards": sharded_before, "reducing": reducing})
 
@@ -604,16 +615,16 @@ class RankStep:
         """Yield what microbatches keep: before their backward, before its second half, and after it."""
         for number in self.numbers:
             stage = self.stages[number]
-            for kind, saved in (
+            for done, saved in (
                 ("F", stage.kept),
                 ("I", stage.kept_for_weights),
                 ("left", stage.left),
             ):
-                if count := counts.get((kind, number), 0):
-                    yield {of: count * size for of, size in saved.items()}
+                if count := counts.get((done, number), 0):
+                    yield {kind: count * size for kind, size in saved.items()}
 
     def _gathered(self, ran: Mapping[int, int]) -> float:
-        """Bytes of gathered parameters that a pipeline rank holds at once; how many stages ran, by stage."""
+        """Bytes of gathered parameters that a pipeline rank holds at once; ``ran`` counts stages that ran."""
         if not self.pipelined:
             return 0.0
         sizes: list[float] = []
@@ -624,14 +635,13 @@ class RankStep:
     def _rounding(self) -> Bytes:
         """Temporary memory of torch's updates, and of ours: value, means, gradient and root in float32."""
         largest = self.parameters.largest
-        how = self.job.optimizer.implementation
+        implementation = self.job.optimizer.implementation
         if {"bfloat16", EIGHT_BIT} & {
             self.job.precision.master_dtype,
             self.job.optimizer.state_dtype,
         }:
             return {"runtime": 5.0 * 4 * largest if self.cpu else 0.0}  # optimizer/elementwise.py
-        if how == "foreach":
-            return {
-                "runtime": float(self.parameters.parameter_bytes)
-            }  # roots of all second moments
-        return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}
+        if implementation == "foreach":
+            # The roots of all second moments.
+            return {"runtime": float(self.parameters.parameter_bytes)}
+        return {"runtime": 2.0 * 4 * largest if implementation == "for-loop" else 0.0}

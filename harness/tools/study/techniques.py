@@ -1,4 +1,4 @@
-"""Options of ``harness converge``, and its runs: control and techniques, each with every seed."""
+"""Options of ``harness converge``, and its runs: the control and every technique, once per seed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Technique:
     Attributes:
         overrides: its overrides, besides those of all runs.
         runs: a run for every seed, by seed; empty if it is skipped.
-        differs_in: fields whose numerics differ from the control's.
+        differs_in: numeric fields whose values differ from the control's.
         skipped: why it cannot run here, or is not compared.
     """
 
@@ -132,33 +132,33 @@ class Technique:
 def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Technique]:
     """Compose the control and the techniques, in this order."""
     config = job.converge
-    common = [each for each in overrides if not each.lstrip("+").startswith("converge.")]
+    common = [text for text in overrides if not text.lstrip("+").startswith("converge.")]
     common += config.control.split()
     chosen = config.chosen(has_experts=job.model.moe.enabled)
     composer = Composer("converge", ConvergeJob)
     control = _compose(composer, CONTROL, "", common, config)
-    made = [control]
-    for name, own in chosen.items():
+    techniques: list[Technique] = []
+    for name, changes in chosen.items():
         try:
-            technique = _compose(composer, name, own, common, config)
+            technique = _compose(composer, name, changes, common, config)
         except ConfigError as error:
-            made.append(Technique(name, own, {}, skipped=str(error)))
+            techniques.append(Technique(name, changes, {}, skipped=str(error)))
             continue
         except UserError as error:
             raise UserError(f"converge.techniques.{name}: {error}") from error
-        _refuse_other_labels(technique, made[1:])
-        made.append(_compared(control.job, technique, config))
-    if all(technique.skipped for technique in made[1:]):
-        rule = f"none of these techniques can run; {made[1].name}: {made[1].skipped}"
+        _refuse_other_labels(technique, techniques)
+        techniques.append(_compared(control.job, technique, config))
+    if all(technique.skipped for technique in techniques):
+        rule = f"none of these techniques can run; {techniques[0].name}: {techniques[0].skipped}"
         raise ConfigError("converge.only", f"[{','.join(chosen)}]", rule)
-    return made
+    return [control, *techniques]
 
 
 def _compose(
-    composer: Composer, name: str, own: str, common: Sequence[str], config: ConvergeConfig
+    composer: Composer, name: str, changes: str, common: Sequence[str], config: ConvergeConfig
 ) -> Technique:
     """Compose a technique once, and copy it for every seed."""
-    overrides = [*common, *own.split()]
+    overrides = [*common, *changes.split()]
     job = composer.job(overrides).plain
     require_vocabulary(job)
     runs = {
@@ -167,7 +167,7 @@ def _compose(
         )
         for seed in config.seeds
     }
-    return Technique(name, own, runs)
+    return Technique(name, changes, runs)
 
 
 def _compared(control: Job, technique: Technique, config: ConvergeConfig) -> Technique:

@@ -1,4 +1,4 @@
-"""A task of a SLURM array of ``harness encode``."""
+"""One task of the SLURM array that ``harness encode`` submits."""
 
 from __future__ import annotations
 

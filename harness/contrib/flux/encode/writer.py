@@ -1,6 +1,6 @@
-"""Write encoded pictures in units of consecutive pictures, each a file.
+"""Write encoded pictures: for each unit of consecutive pictures a file of tensors, and one of captions.
 
-The files do not depend on the number of processes and shards. See
+The files do not depend on the number of processes and shards. They are described in
 ``harness/contrib/flux/pictures/loader.py``.
 """
 
@@ -53,7 +53,7 @@ class EncodeUnit:
 
     @property
     def nbytes(self) -> int:
-        """Number of pictures, as the size of the work."""
+        """Number of pictures. It stands for the size of the work."""
         return self.end - self.begin
 
     @property
@@ -120,14 +120,14 @@ class LatentWriter(ShardWriter):
         }
 
     def missing(self, shard: int) -> list[EncodeUnit]:
-        return [unit for unit in self.shards[shard] if not self._described(unit).exists()]
+        return [unit for unit in self.shards[shard] if not self._entry_path(unit).exists()]
 
     def forget(self, shard: int) -> None:
         for unit in self.shards[shard]:
-            self._described(unit).unlink(missing_ok=True)
+            self._entry_path(unit).unlink(missing_ok=True)
 
-    def _described(self, unit: EncodeUnit) -> Path:
-        """File with the manifest's entry of a unit; written last, so its files are complete."""
+    def _entry_path(self, unit: EncodeUnit) -> Path:
+        """Path of the manifest's entry for a unit. It is written last: with it the unit is complete."""
         return self.work / f"{unit.name}.entry"
 
     def write(self, shards: Sequence[int], workers: int | None) -> None:
@@ -152,7 +152,7 @@ class LatentWriter(ShardWriter):
             OSError: the folder is full or not writable.
         """
         data = self._job.data
-        encoders = build_encoders(encoders_of(self._job.data), self._device)
+        encoders = build_encoders(encoders_of(data), self._device)
         samples = RawSamples(
             self._sources[unit.split],
             seed=0,
@@ -182,16 +182,19 @@ class LatentWriter(ShardWriter):
             write_atomically(self.target / EMPTY, save(stored))
         digest = file_digest(path, xxhash.xxh3_64)
         entry = LatentFile(unit.name, unit.split, unit.nbytes, path.stat().st_size, digest)
-        write_atomically(self._described(unit), json.dumps(dataclasses.asdict(entry)).encode())
+        write_atomically(self._entry_path(unit), json.dumps(dataclasses.asdict(entry)).encode())
 
     def _stored(self, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Tensors in the format that encoders with weights computed in; exact ones stay float32."""
+        """Return the tensors on the CPU, in the dtype of the encoders.
+
+        Encoders without weights are exact, and their tensors stay float32.
+        """
         encoders = encoders_of(self._job.data)
         dtype = getattr(torch, encoders.dtype) if encoders.has_weights else torch.float32
         return {
-            name: each.contiguous().to("cpu", dtype)
-            for name, each in tensors.items()
-            if each is not None
+            name: tensor.contiguous().to("cpu", dtype)
+            for name, tensor in tensors.items()
+            if tensor is not None
         }
 
     def finish(self) -> LatentManifest | None:
@@ -204,7 +207,7 @@ class LatentWriter(ShardWriter):
             source=self.source_name,
             size=pictures_of(self._job.data).size,
             files=[
-                LatentFile(**json.loads(self._described(unit).read_bytes())) for unit in self.units
+                LatentFile(**json.loads(self._entry_path(unit).read_bytes())) for unit in self.units
             ],
             key=self.key,
         )
@@ -235,20 +238,18 @@ def _units(counts: dict[str, int], size: int) -> Iterator[EncodeUnit]:
 
 
 def _prepare(
-    job: EncodeJob, kind: str, index: int
+    job: EncodeJob, device_type: str, index: int
 ) -> Callable[[EncodeUnit, Callable[[int], None]], None]:
     """Build the encoders in one of several processes; return the function that encodes a unit."""
     torch.set_num_threads(1)
-    device = (
-        torch.device(kind, index % torch.cuda.device_count())
-        if kind == "cuda"
-        else torch.device(kind)
-    )
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device(device_type, index % torch.cuda.device_count())
     return LatentWriter(job, device).write_unit
 
 
 class _Progress:
-    """Prints the number of pictures that are encoded, every few seconds."""
+    """Prints every few seconds how many pictures have been encoded."""
 
     def __init__(self, total: int) -> None:
         self._total = total
