@@ -1,1 +1,1 @@
-"""Flux and foreign files. Entry points alone register them, as those of an outside package."""
+"""What an outside package could have added, registered by entry points alone: Flux, foreign files."""
