@@ -46,7 +46,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(404, "RevisionNotFound", "Invalid rev id: v9")
         elif rest.startswith("revision/"):
             siblings = [
-                {"rfilename": name, "size": len(content)} for name, content in files.items()
+                {"rfilename": name, "size": len(content), "blobId": blob_of(content)}
+                for name, content in files.items()
             ]
             self.answer({"_id": "1", "id": repo, "sha": COMMIT, "siblings": siblings})
         elif self.hub.silent:

@@ -29,7 +29,9 @@ from harness.config.cluster import ClusterConfig
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.launch.rows import Row, as_planned, job_of, keep, load, read_kept
+from harness.launch.sweep.folder import SweepFolder
 from harness.metrics.window import THROUGHPUT
+from harness.run.folder import run_folders
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.verb import plan
@@ -186,7 +188,9 @@ def all_tables(runs: Path, calibration: Calibration | None) -> list[PublishedTab
     tables = []
     for name, pairs in torchtitan_rows.tables().items():
         folder = runs / f"llama3_h100-{name}"
-        measured = [*(load(folder) if folder.is_dir() else []), *kept]
+        measured = [*kept]
+        if run_folders(folder) or SweepFolder(folder).exists:
+            measured = [*load(folder), *kept]
         words = torchtitan_rows.names([published for _, published in pairs])
         table = PublishedTable(name, [], [])
         for (point, published), word in zip(pairs, words, strict=True):

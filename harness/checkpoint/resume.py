@@ -18,7 +18,7 @@ from harness.checkpoint.catalog import (
     is_url,
     open_checkpoint,
 )
-from harness.config.fields import NUMERICS, leaves
+from harness.config.fields import EXECUTION, LABEL, NUMERICS, REMOVED, leaves
 from harness.config.job import Job
 from harness.run.folder import RunFolder, run_folders
 from harness.util.encoding import flat_items, read_object
@@ -214,8 +214,9 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
     Compared are fields whose names begin with ``only``; by default all except ``checkpoint.*``.
     """
     allowed = job.checkpoint.allow_changed
+    known = {*_numerics(job), *(removed.name for removed in REMOVED)}
     for name in allowed:
-        if name not in _numerics(job) and not any(_covers(mapping, name) for mapping in _MAPPINGS):
+        if name not in known and not any(_covers(mapping, name) for mapping in _MAPPINGS):
             raise ConfigError("checkpoint.allow_changed", name, "no numerics field has this name")
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
     if names:
@@ -239,6 +240,10 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
     same_curve = curve == job.schedule.curve_steps(job.steps)
     # Fields added since the checkpoint was written cannot be compared.
     names = [name for name, value in own.items() if name in saved and saved[name] != value]
+    for removed in REMOVED:
+        is_other = removed.name in saved and saved[removed.name] != removed.value
+        if is_other and removed.role not in (LABEL, EXECUTION):
+            names.append(removed.name)
     for name in _MAPPINGS if "data" in (checkpoint.job or {}) else ():
         names += sorted(_keys(name, own) ^ _keys(name, saved))
     differing = []

@@ -396,7 +396,8 @@ def from_dict(
 class Removed(NamedTuple):
     """A field of an earlier version.
 
-    Files written then may hold it, with its default. Ids still cover that default.
+    Files written then may hold it: a label with any value, others with their default. Ids still cover
+    that default.
     """
 
     name: str
@@ -404,30 +405,38 @@ class Removed(NamedTuple):
     """The leaf field that stood before it: an id depends on the order. Rows that share it stand
     together."""
     role: str
-    """Empty for a field whose default no id has covered."""
+    """Its role; empty for a field that is no label and whose default no id has covered."""
     value: Any
-    """Its default, and the only value that an older file may give it."""
+    """Its default."""
 
 
 REMOVED: tuple[Removed, ...] = (
     Removed(
-        "cluster.hardware.tf32_tflops", after="cluster.hardware.half_tflops", role="", value=None
+        "cluster.hardware.tf32_tflops", after="cluster.hardware.half_tflops", role=LABEL, value=None
     ),
     Removed(
-        "cluster.hardware.mxfp8_tflops", after="cluster.hardware.float8_tflops", role="", value=None
+        "cluster.hardware.mxfp8_tflops",
+        after="cluster.hardware.float8_tflops",
+        role=LABEL,
+        value=None,
     ),
-    Removed("cluster.hardware.link", after="cluster.hardware.memory_tb_s", role="", value=None),
-    Removed("cluster.hardware.power_w", after="cluster.hardware.units", role="", value=None),
-    Removed("cluster.hardware.achieved_half", after="cluster.hardware.units", role="", value=None),
+    Removed("cluster.hardware.link", after="cluster.hardware.memory_tb_s", role=LABEL, value=None),
+    Removed("cluster.hardware.power_w", after="cluster.hardware.units", role=LABEL, value=None),
     Removed(
-        "cluster.hardware.achieved_float8", after="cluster.hardware.units", role="", value=None
+        "cluster.hardware.achieved_half", after="cluster.hardware.units", role=LABEL, value=None
     ),
     Removed(
-        "cluster.hardware.achieved_attention", after="cluster.hardware.units", role="", value=None
+        "cluster.hardware.achieved_float8", after="cluster.hardware.units", role=LABEL, value=None
     ),
-    Removed("cluster.leaf_nodes", after="cluster.link_nodes", role="", value=None),
-    Removed("cluster.oversubscription", after="cluster.link_nodes", role="", value=None),
-    Removed("cluster.pue", after="cluster.dollars_per_gpu_hour", role="", value=None),
+    Removed(
+        "cluster.hardware.achieved_attention",
+        after="cluster.hardware.units",
+        role=LABEL,
+        value=None,
+    ),
+    Removed("cluster.leaf_nodes", after="cluster.link_nodes", role=LABEL, value=None),
+    Removed("cluster.oversubscription", after="cluster.link_nodes", role=LABEL, value=None),
+    Removed("cluster.pue", after="cluster.dollars_per_gpu_hour", role=LABEL, value=None),
     Removed("optimizer.newton_schulz_steps", after="optimizer.momentum", role="", value=5),
     Removed(
         "optimizer.newton_schulz_half", after="optimizer.newton_schulz_dtype", role="", value=False
@@ -435,7 +444,7 @@ REMOVED: tuple[Removed, ...] = (
     Removed(
         "optimizer.in_backward", after="optimizer.implementation", role="execution", value=False
     ),
-    Removed("evaluation.tasks", after="evaluation.interval", role="", value=["data"]),
+    Removed("evaluation.tasks", after="evaluation.interval", role=LABEL, value=["data"]),
     Removed(
         "optimizer.decay_vectors", after="optimizer.weight_decay", role="numerics", value=False
     ),
@@ -444,7 +453,7 @@ REMOVED: tuple[Removed, ...] = (
     ),
     Removed("debug.max_skipped_steps", after="debug.non_finite", role="numerics", value=10),
     Removed(
-        "cluster.stop_timeout_seconds", after="cluster.start_timeout_seconds", role="", value=300
+        "cluster.stop_timeout_seconds", after="cluster.start_timeout_seconds", role=LABEL, value=300
     ),
 )
 REMOVED_AFTER = {
@@ -460,7 +469,8 @@ def _is_removed(name: str, value: Any) -> bool:
     """Whether an older file may give this field, or this value of it, that is no more."""
     if value in REMOVED_VALUES.get(name, ()):
         return True
-    return name in _REMOVED_BY_NAME and _REMOVED_BY_NAME[name].value == value
+    removed = _REMOVED_BY_NAME.get(name)
+    return removed is not None and (removed.role == LABEL or removed.value == value)
 
 
 def no_such_field(

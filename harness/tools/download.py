@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import os
 import shlex
 import shutil
@@ -114,7 +115,7 @@ class DownloadJob:
         if (
             not isinstance(self.what, str | list)
             or not self.what
-            or set(self.kinds) - PATTERNS.keys()
+            or any(kind not in list(PATTERNS) for kind in self.kinds)
         ):
             raise ConfigError(
                 "what", self.what, "no such files", f"one or a list of {', '.join(PATTERNS)}"
@@ -167,23 +168,23 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     with _hub_errors(job):
         info = HfApi().model_info(repo, revision=job.revision, files_metadata=True)
         commit = cast(str, info.sha)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        names = choose(job, list(sizes))
-        _check_folder(folder, {name: sizes[name] for name in names})
+        files = {file.rfilename: file for file in info.siblings or []}
+        names = choose(job, list(files))
+        _check_folder(folder, {name: files[name] for name in names})
         patterns = [glob.escape(name) for name in names]
         snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns)
         for name in names:
             # If the hub stops answering and the folder is not empty, the client only warns.
             if not (folder / name).is_file():
                 raise MachineError(f"{name}: the hub stopped answering; {_AGAIN}")
-    size = sum(sizes[name] for name in names) / 1e9
+    size = sum(files[name].size or 0 for name in names) / 1e9
     _print(f"{repo} at {commit[:12]}: {plural(len(names), 'file')}, {size:.3f} GB: {folder}")
     for line in next_commands(job):
         _print(line)
     return EXIT_OK
 
 
-def _check_folder(folder: Path, sizes: dict[str, int]) -> None:
+def _check_folder(folder: Path, files: dict[str, Any]) -> None:
     """Refuse to overwrite files that are not the hub's, and a disk without room for the missing ones."""
     # Private in huggingface_hub 0.34 to 2.4. None: the client did not write the file, or it changed
     # since.
@@ -191,11 +192,11 @@ def _check_folder(folder: Path, sizes: dict[str, int]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     needed = 0
-    for name, size in sizes.items():
+    for name, file in files.items():
         path = folder / name
         if not path.exists():
-            needed += size
-        elif path.stat().st_size != size and read_download_metadata(folder, name) is None:
+            needed += file.size or 0
+        elif read_download_metadata(folder, name) is None and not _is_equal(path, file):
             works = "another folder in to=, or removing the file"
             raise UserError(
                 f"{path}: already exists and differs from the hub's; would work: {works}"
@@ -204,6 +205,16 @@ def _check_folder(folder: Path, sizes: dict[str, int]) -> None:
     if free < needed:
         rule = f"needs {needed / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
         raise MachineError(f"{folder}: {rule}")
+
+
+def _is_equal(path: Path, file: Any) -> bool:
+    """Whether a file has the content of the hub's: the SHA-256 of a large one, git's sum of others."""
+    if file.lfs:
+        with path.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest() == str(file.lfs["sha256"])
+    content = path.read_bytes()
+    digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    return digest == str(file.blob_id)
 
 
 @contextmanager

@@ -6,8 +6,10 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,8 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading, remove
+from harness.checkpoint.resume import differing, refuse_other_numerics
 from harness.checkpoint.storage import Writer
-from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_USER, UserError
+from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_USER, ConfigError, UserError
 from harness.weights import detect
 
 Finished = Callable[..., Run]
@@ -405,6 +408,17 @@ def test_other_numerics_are_refused_by_name(tmp_path: Path) -> None:
     assert sorted(run.losses) == [9, 10, 11, 12] and run.series("lr")[9] == 0.02
     said = failed(tmp_path / "x", shared, "checkpoint.allow_changed=[no.field]")
     assert "checkpoint.allow_changed=no.field: no numerics field has this name" in said
+
+
+def test_numerics_of_an_older_version_are_refused_too() -> None:
+    """A checkpoint of a job with another value of a field that is gone was trained in another way."""
+    job = jobs.tiny()
+    plain = job.to_dict()
+    plain["optimizer"] |= {"decay_vectors": False, "newton_schulz_steps": 3}
+    checkpoint: Any = SimpleNamespace(job=plain, manifest={}, path="step-8")
+    assert differing(job, checkpoint) == ["optimizer.newton_schulz_steps"]
+    with pytest.raises(ConfigError, match="newton_schulz_steps=3 there and none here"):
+        refuse_other_numerics(job, checkpoint)
 
 
 def test_a_changed_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:

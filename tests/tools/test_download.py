@@ -125,15 +125,15 @@ def test_files_that_are_there(hub: Hub, tmp_path: Path) -> None:
     assert sorted(hub.sent) == TOKENIZER
     run(f"repo={REPO}", "what=[tokenizer,index]", "to=out")
     assert hub.sent[len(TOKENIZER) :] == ["model.safetensors.index.json"]
-    (tmp_path / "out/config.json").write_text("mine")
-    os.utime(
-        tmp_path / "out/config.json", (1e10, 1e10)
-    )  # the client does not see a change within a second
+    mine = "m" * len(FILES["config.json"])
+    (tmp_path / "out/config.json").write_text(mine)
+    # The client does not see a change within a second.
+    os.utime(tmp_path / "out/config.json", (1e10, 1e10))
     said = refused(f"repo={REPO}", "to=out")
     assert said.startswith(
         "out/config.json: already exists and differs from the hub's; would work: another"
     )
-    assert (tmp_path / "out/config.json").read_text() == "mine"
+    assert (tmp_path / "out/config.json").read_text() == mine
 
 
 def test_no_space(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import time
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby, islice
@@ -194,15 +195,18 @@ class Search:
         return groups
 
     def _broken(self, group: Sequence[LayoutPoint]) -> ConfigError | None:
-        """The rule that a mesh and schedule breaks, with its smallest passes and with its largest."""
-        errors = []
-        for point in (group[0], group[-1]):
+        """The rule that a mesh and schedule breaks with passes of every size; None if one size is legal."""
+        first: ConfigError | None = None
+        passes = {}
+        for point in group:
+            passes.setdefault((point.local_batch_size, point.microbatch_size), point)
+        for point in passes.values():
             try:
                 point.legal_job(self.space.base)
                 return None
             except ConfigError as error:
-                errors.append(error)
-        return errors[0]
+                first = first or error
+        return first
 
     def rank(self, groups: Sequence[Sequence[LayoutPoint]]) -> None:
         """Plan the points in the order of their estimates, as long as one may be among the best."""
@@ -255,26 +259,32 @@ class Search:
     def _known_shortfall(self, point: LayoutPoint, least: LayoutPoint) -> float:
         """Bytes that a point lacks at least, by others of its family; 0 if it may fit."""
         if point.family not in self._known:
-            self._memory(least, least.job_unchecked(self.space.base))
+            self._known[point.family] = []
+            # Its first rank is enough: of a family that fits, all ranks would be computed for nothing.
+            # The smallest passes may be illegal: then other points say what fits.
+            with suppress(ConfigError):
+                self._memory(least, least.legal_job(self.space.base), ranks=1)
         for rows, saved, lacks in self._known[point.family]:
             if rows <= point.rows and saved <= point.saved:
                 return lacks
         return 0.0
 
-    def _memory(self, point: LayoutPoint, job: Job) -> tuple[float, list[RankMemory]]:
-        """Bytes that a point lacks, 0 if it fits, and the memory of its pipeline ranks up to the first that
-        lacks some."""
+    def _memory(
+        self, point: LayoutPoint, job: Job, ranks: int | None = None
+    ) -> tuple[float, list[RankMemory]]:
+        """Bytes that a point lacks, 0 if it fits; and the memory of its pipeline ranks, or of the first
+        ``ranks``, up to the first rank that lacks some."""
         limit = memory_limit(job, device_of(job))
         usable = math.inf if limit is None else (1 - self.headroom) * limit
         known = self._known[point.family]
-        ranks = []
+        memories = []
         software = None if self.calibration is None else self.calibration.software
-        for rank in ranks_in_turn(job, software, self._passes):
-            ranks.append(rank)
-            if rank.peak > usable:
-                known.append((point.rows, point.saved, rank.peak - usable))
-                return rank.peak - usable, ranks
-        return 0.0, ranks
+        for memory in islice(ranks_in_turn(job, software, self._passes), ranks):
+            memories.append(memory)
+            if memory.peak > usable:
+                known.append((point.rows, point.saved, memory.peak - usable))
+                return memory.peak - usable, memories
+        return 0.0, memories
 
     def _plan(self, point: LayoutPoint) -> float:
         """Plan a point and keep it if it fits; return the bytes that it lacks."""

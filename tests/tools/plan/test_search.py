@@ -182,6 +182,27 @@ def test_the_best_are_those_of_brute_force(
     assert found.planned < len(plans) / 2
 
 
+@pytest.mark.parametrize("batch", [9, 11])
+def test_the_smallest_passes_may_be_illegal(batch: int) -> None:
+    """Zero-bubble and interleaved schedules take whole rounds of microbatches."""
+    assert search(
+        space_of(*EIGHT, "parallelism.pp=4", f"training.global_batch_size={batch}"), 3
+    ).best
+
+
+def test_one_number_of_microbatches_may_be_legal(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n")
+    space = space_of(
+        *EIGHT,
+        "parallelism.pp=2",
+        f"parallelism.pp_schedule_csv={file}",
+        "training.global_batch_size=64",
+    )
+    best = search(space, 3).best
+    assert {each.point.local_batch_size // each.point.microbatch_size for each in best} == {4}
+
+
 def rank(plan: Plan) -> tuple[float, tuple[int, bool, int], float]:
     assert plan.speed is not None
     layout, pipelined = plan.job.parallelism, "pp" in split(plan)
