@@ -38,7 +38,7 @@ BUDGETS = {
     "precision": 3_430,
     "parallelism": 18_600,
     "optimizer": 9_300,
-    "checkpoint": 14_550,
+    "checkpoint": 14_600,
     "weights": 20_800,
     "train": 24_000,
     "compose": 19_700,
