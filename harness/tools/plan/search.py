@@ -197,7 +197,7 @@ class Search:
     def _broken(self, group: Sequence[LayoutPoint]) -> ConfigError | None:
         """The rule that a mesh and schedule breaks with passes of every size; None if one size is legal."""
         first: ConfigError | None = None
-        passes = {}
+        passes: dict[tuple[int, int], LayoutPoint] = {}
         for point in group:
             passes.setdefault((point.local_batch_size, point.microbatch_size), point)
         for point in passes.values():
