@@ -28,7 +28,7 @@ from harness.parallelism import (
     loss,
     materialize,
     parallelize,
-    tensor,
+    tensor_styles,
 )
 from harness.parallelism.balance import Balance
 from harness.train import engine
@@ -263,30 +263,32 @@ def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
         other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "own"))["other"]
 
         def gather(_module, inputs):  # type: ignore[no-untyped-def]
-            local = tensor._placed(inputs[0], other if now() else mesh, self.stream)
+            local = tensor_styles._placed(inputs[0], other if now() else mesh, self.stream)
             whole = local.redistribute(placements=(Replicate(),)).to_local()
             return (
-                tensor._with_partial_gradient(tensor._placed(whole, mesh, Replicate())),
+                tensor_styles._with_partial_gradient(
+                    tensor_styles._placed(whole, mesh, Replicate())
+                ),
                 *inputs[1:],
             )
 
         module.register_forward_pre_hook(gather)
         return module
 
-    return patch.object(tensor.RegionParallel, "_apply", apply)
+    return patch.object(tensor_styles.RegionParallel, "_apply", apply)
 
 
 def head_norms_not_summed() -> AbstractContextManager[Any]:
     """Every rank keeps the gradient that its own heads give the norm of queries and keys."""
-    original = tensor.Plain._apply
+    original = tensor_styles.Plain._apply
 
     def apply(self, module, device_mesh):  # type: ignore[no-untyped-def]
         original(self, module, device_mesh)
-        if self.spec.split is tensor.Split.HEAD_NORM:
+        if self.spec.split is tensor_styles.Split.HEAD_NORM:
             module.partial_gradients = {"weight": [Replicate()]}
         return module
 
-    return patch.object(tensor.Plain, "_apply", apply)
+    return patch.object(tensor_styles.Plain, "_apply", apply)
 
 
 def router_gradients_not_summed() -> AbstractContextManager[Any]:
