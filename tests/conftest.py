@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ NO_REHEARSALS = _no_rehearsals()
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def pool():
     """Eight gloo ranks that stay up for the whole session."""
     with RankPool(8) as ranks:
         yield ranks
@@ -82,7 +81,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _fewer_objects_to_search() -> None:
+def _fewer_objects_to_search():
     """Exempt what earlier files imported from collections of garbage, which every run makes."""
     gc.collect()
     gc.freeze()
@@ -118,7 +117,7 @@ def _turn(item: pytest.Item) -> tuple[int, bool, int]:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     """Hide GPUs, and remove a launcher's variables."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE"):
@@ -126,7 +125,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def _offline(monkeypatch):
     """Keep tests offline: no hub, no W&B server."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")

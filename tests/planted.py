@@ -57,11 +57,11 @@ def denominator_of_own_tokens() -> AbstractContextManager[Any]:
     """Every rank divides by its own number of tokens: a mean of means."""
     original = Engine.gradients
 
-    def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
+    def gradients(self, batch, **options):
         replicas = self.job.parallelism.data_parallel
         forward_backward = self.executor.forward_backward
 
-        def divided(piece, *, last):  # type: ignore[no-untyped-def]
+        def divided(piece, *, last):
             self.loss.denominator = float(count_valid(batch) * replicas)
             return forward_backward(piece, last=last)
 
@@ -75,7 +75,7 @@ def denominator_of_own_positions() -> AbstractContextManager[Any]:
     """Every context-parallel rank divides by the tokens of its positions."""
     original = loss.TokenLoss.__call__
 
-    def call(self, logits, labels_BT):  # type: ignore[no-untyped-def]
+    def call(self, logits, labels_BT):
         self.denominator = float((labels_BT != IGNORE_INDEX).sum() * dist.get_world_size())
         return original(self, logits, labels_BT)
 
@@ -86,7 +86,7 @@ def further_loss_by_own_tokens() -> AbstractContextManager[Any]:
     """The loss of multi-token prediction is a mean over each rank's tokens, and the mean of these."""
     original = execute.DirectExecutor._losses
 
-    def losses(self, batch, later):  # type: ignore[no-untyped-def]
+    def losses(self, batch, later):
         own, further = original(self, batch, later)
         tokens = (batch.labels_BT != IGNORE_INDEX).sum() * dist.get_world_size()
         return torch.stack([own, further * self.loss.denominator / tokens])
@@ -98,7 +98,7 @@ def microbatches_average() -> AbstractContextManager[Any]:
     """The pipeline divides gradients by its microbatches, as is torch's default."""
     original = schedules._PipelineSchedule.__init__
 
-    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+    def init(self, *args, **options):
         original(self, *args, **options)
         self.scale_grads = True
 
@@ -117,7 +117,7 @@ def gradients_of_experts_double() -> AbstractContextManager[Any]:
     """Gradients of experts are divided by fewer ranks than those of the other parameters."""
     original = fsdp.FSDPModule.set_gradient_divide_factor
 
-    def set_factor(self, factor):  # type: ignore[no-untyped-def]
+    def set_factor(self, factor):
         original(self, factor / 2 if isinstance(self, Experts) else factor)
 
     return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", set_factor)
@@ -127,7 +127,7 @@ def norm_of_own_stage() -> AbstractContextManager[Any]:
     """Every rank clips by the norm of its own parameters."""
     original = Engine.world_total
 
-    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
+    def world_total(self, values, *device):
         totals = original(self, values, *device)
         if not device:  # and not the number of tokens
             totals[0] = values[0]
@@ -149,7 +149,7 @@ def norm_without_experts() -> AbstractContextManager[Any]:
 def _norm_of_first_rank(names: str) -> AbstractContextManager[Any]:
     original = Engine._squares
 
-    def squares(self):  # type: ignore[no-untyped-def]
+    def squares(self):
         counted = original(self)
         for index, (name, _) in enumerate(self.named_parameters()):
             if names in name and self.mesh.rank("tp"):
@@ -171,10 +171,10 @@ def named_by_stage() -> AbstractContextManager[Any]:
     """A pipeline stage numbers its layers from 0, and takes the weights of these."""
     original, draw = parallelize.materialize, materialize.draw
 
-    def materialize_part(part, *arguments):  # type: ignore[no-untyped-def]
+    def materialize_part(part, *arguments):
         first = min(part.blocks, default=0)
 
-        def own(name, *rest):  # type: ignore[no-untyped-def]
+        def own(name, *rest):
             return draw(
                 re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - first}", name), *rest
             )
@@ -199,7 +199,7 @@ def own_positions_from_zero() -> AbstractContextManager[Any]:
 def one_share_in_order() -> Iterator[None]:
     """Ranks take their shares in order, although the ring pairs head and tail chunks."""
 
-    def in_order(layout, seq_len, rank):  # type: ignore[no-untyped-def]
+    def in_order(layout, seq_len, rank):
         return torch.arange(seq_len).chunk(layout.cp)[rank]
 
     with (
@@ -218,7 +218,7 @@ def loss_of_one_context_rank() -> AbstractContextManager[Any]:
     """The reported loss is that of one share of the sequence."""
     original = Engine.world_total
 
-    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
+    def world_total(self, values, *device):
         if not device and self.mesh.rank("cp"):
             values = [values[0], 0.0]
         return original(self, values, *device)
@@ -240,7 +240,7 @@ def gathered_logits_as_shards() -> AbstractContextManager[Any]:
     """Every rank has all logits, and the loss takes them for shards."""
     original = loss.build_loss
 
-    def build(job, mesh, parts):  # type: ignore[no-untyped-def]
+    def build(job, mesh, parts):
         built = original(job, mesh, parts)
         built.mesh = mesh.axis("tp") if mesh.size("tp") > 1 else None
         return built
@@ -259,10 +259,10 @@ def recomputed_over_the_wrong_axis() -> AbstractContextManager[Any]:
 
 
 def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
-    def apply(self, module, mesh: DeviceMesh):  # type: ignore[no-untyped-def]
+    def apply(self, module, mesh: DeviceMesh):
         other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "own"))["other"]
 
-        def gather(_module, inputs):  # type: ignore[no-untyped-def]
+        def gather(_module, inputs):
             local = tensor_styles._placed(inputs[0], other if now() else mesh, self.stream)
             whole = local.redistribute(placements=(Replicate(),)).to_local()
             return (
@@ -282,7 +282,7 @@ def head_norms_not_summed() -> AbstractContextManager[Any]:
     """Every rank keeps the gradient that its own heads give the norm of queries and keys."""
     original = tensor_styles.Plain._apply
 
-    def apply(self, module, device_mesh):  # type: ignore[no-untyped-def]
+    def apply(self, module, device_mesh):
         original(self, module, device_mesh)
         if self.spec.split is tensor_styles.Split.HEAD_NORM:
             module.partial_gradients = {"weight": [Replicate()]}
@@ -295,7 +295,7 @@ def router_gradients_not_summed() -> AbstractContextManager[Any]:
     """Every tensor-parallel rank keeps the gradient that its own tokens give the router."""
     original = expert._replicate_router
 
-    def replicate(moe, mesh):  # type: ignore[no-untyped-def]
+    def replicate(moe, mesh):
         original(moe, mesh)
         moe.router.partial_gradients = {"weight": [Replicate()], "bias": [Replicate()]}
 
@@ -306,7 +306,7 @@ def auxiliary_loss_of_own_tokens() -> AbstractContextManager[Any]:
     """The auxiliary loss mixes loads of the full sequence with the number of this rank's tokens."""
     original = parallelize.apply_expert_parallel
 
-    def apply(part, *arguments, **options):  # type: ignore[no-untyped-def]
+    def apply(part, *arguments, **options):
         original(part, *arguments, **options)
         for moe in part.mixtures.values():
             moe.router.sequence_parts = 1
@@ -318,7 +318,7 @@ def loads_not_summed() -> AbstractContextManager[Any]:
     """Biases of experts follow the loads of this rank's tokens."""
     original = Balance.update_biases
 
-    def update(self, norm):  # type: ignore[no-untyped-def]
+    def update(self, norm):
         with patch.object(dist, "all_reduce", lambda *_, **__: None):
             original(self, norm)
 
@@ -329,7 +329,7 @@ def clipped_by_own_norm() -> AbstractContextManager[Any]:
     """Every rank clips by the norm of its own shards; the norm that it reports is right."""
     original = engine.clip_gradients
 
-    def clip(parameters, _norm, max_norm):  # type: ignore[no-untyped-def]
+    def clip(parameters, _norm, max_norm):
         shards = [local(parameter.grad) for parameter in parameters]
         original(parameters, float(sum(shard.square().sum() for shard in shards) ** 0.5), max_norm)
 
@@ -340,7 +340,7 @@ def unclipped_stage() -> AbstractContextManager[Any]:
     """The first pipeline rank does not clip."""
     original = engine.clip_gradients
 
-    def clip(*arguments):  # type: ignore[no-untyped-def]
+    def clip(*arguments):
         if dist.get_rank():
             original(*arguments)
 
@@ -351,7 +351,7 @@ def average_of_earlier_weights() -> AbstractContextManager[Any]:
     """The average takes the weights of before the update."""
     original = Engine.update
 
-    def update(self, norm):  # type: ignore[no-untyped-def]
+    def update(self, norm):
         before = [local(parameter).clone() for parameter in self.parameters]
         original(self, norm)
         weight = 1 - self.job.optimizer.ema_decay
@@ -368,7 +368,7 @@ def validation_too_large() -> AbstractContextManager[Any]:
     """The loss of validation is one percent too large."""
     original = Engine.evaluate
 
-    def evaluate(self, batch):  # type: ignore[no-untyped-def]
+    def evaluate(self, batch):
         return [sums._replace(loss=1.01 * sums.loss) for sums in original(self, batch)]
 
     return patch.object(Engine, "evaluate", evaluate)
@@ -378,7 +378,7 @@ def loads_of_copies() -> AbstractContextManager[Any]:
     """Loads count the tokens of every tensor-parallel rank."""
     original = Balance.update_biases
 
-    def update(self, norm):  # type: ignore[no-untyped-def]
+    def update(self, norm):
         original(self, norm)
         self.load_ME *= 2
 
@@ -389,7 +389,7 @@ def counted_from_the_resume() -> AbstractContextManager[Any]:
     """A resume does not load how many steps the optimizer has counted."""
     original = load.tensors_to_load
 
-    def wanted(*arguments):  # type: ignore[no-untyped-def]
+    def wanted(*arguments):
         tensors = original(*arguments)
         return {name: value for name, value in tensors.items() if not name.endswith(".step")}
 
@@ -417,7 +417,7 @@ def router_gradients_too_large() -> AbstractContextManager[Any]:
     """A tenth too large: less than other choices of experts change them, which rounding causes."""
     original = Router.forward
 
-    def forward(self, *inputs):  # type: ignore[no-untyped-def]
+    def forward(self, *inputs):
         routing = original(self, *inputs)
         if routing.weights_NK.requires_grad:
             routing.weights_NK.register_hook(lambda gradient: 1.1 * gradient)

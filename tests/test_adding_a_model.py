@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """A copy of the sources with all that the page says done to it."""
     copy = tmp_path_factory.mktemp("sources")
     for folder in ("harness", "conf"):
@@ -54,14 +54,14 @@ def commands() -> list[str]:
     return [line.removeprefix("$ ") for line in shown.splitlines() if line.startswith("$ ")]
 
 
-def test_the_page_has_what_a_family_needs(sources: Path) -> None:
+def test_the_page_has_what_a_family_needs(sources):
     assert (sources / "conf/model/smollm3_debug.yaml").exists()
     assert (sources / "harness/weights/families/smollm3.py").exists()
     assert len(commands()) == 2
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands(sources: Path, command: str) -> None:
+def test_commands(sources, command):
     program, *arguments = command.split()
     programs = {"python": [sys.executable], "harness": [sys.executable, "-m", "harness"]}
     done = subprocess.run(

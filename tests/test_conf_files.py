@@ -101,7 +101,7 @@ def build_on_meta(job: Job) -> None:
     assert counted == account(job.model, 16).parameters
 
 
-def test_experiments_and_sweeps_are_the_folders_at_the_top() -> None:
+def test_experiments_and_sweeps_are_the_folders_at_the_top():
     assert (CONF / "experiment").resolve() == ROOT / "experiments"
     assert (CONF / "sweep").resolve() == ROOT / "sweeps"
     assert len(FILES) > 40 and {"cluster", "model", "optimizer", "parallelism", "schedule"} <= set(
@@ -119,27 +119,27 @@ GLOBAL = [
 @pytest.mark.parametrize(
     "file", [*CONF.rglob("*.yaml"), *GLOBAL], ids=lambda file: str(file.relative_to(CONF))
 )
-def test_a_file_starts_with_a_comment(file: Path) -> None:
+def test_a_file_starts_with_a_comment(file):
     """The first line, or the second after Hydra's ``@package`` line, is a comment."""
     first, second = (file.read_text() + "\n\n").splitlines()[:2]
     comment = second if first.startswith(PACKAGE) else first
     assert comment.startswith("# ") and len(comment) > 10, comment
 
 
-def test_primary_configs_are_known() -> None:
+def test_primary_configs_are_known():
     assert {f.stem for f in CONF.glob("*.yaml")} == {*JOBS}
     assert compose_job([], config_name="download", schema=DownloadJob) == DownloadJob()
 
 
 @pytest.mark.parametrize("name", [name for name, schema in JOBS.items() if issubclass(schema, Job)])
-def test_primary_config(name: str) -> None:
+def test_primary_config(name):
     job = compose_job([], config_name=name, schema=JOBS[name])
     assert job.world_size == 1
     build_on_meta(job)
 
 
 @pytest.mark.parametrize("file", FILES, ids="-".join)
-def test_every_option_composes_and_validates(file: tuple[str, str]) -> None:
+def test_every_option_composes_and_validates(file):
     group, option = file
     job = compose_job([f"{group}={option}", *required_overrides(group, option)])
     # The resolved job survives JSON, as which it is sent to the ranks.
@@ -176,7 +176,7 @@ def require_axes_of_the_name(option: str, job: Job) -> None:
 
 
 @pytest.mark.parametrize("option", options("parallelism"))
-def test_every_layout_fits_models_of_all_sizes(option: str) -> None:
+def test_every_layout_fits_models_of_all_sizes(option):
     sizes = (
         ("qwen3_moe_debug", "deepseek_v3_671b")
         if splits_experts(option)
@@ -186,7 +186,7 @@ def test_every_layout_fits_models_of_all_sizes(option: str) -> None:
         compose_job([f"parallelism={option}", f"model={model}", "training.global_batch_size=64"])
 
 
-def test_parity_matrix() -> None:
+def test_parity_matrix():
     """Every layout of the matrix is a valid job that differs from a single process only in execution."""
     base = compose_job([], config_name="parity", schema=ParityJob)
     assert len(base.parity.matrix) > 30
@@ -197,7 +197,7 @@ def test_parity_matrix() -> None:
         assert job.id != base.id, layout
 
 
-def test_models_hold_only_fields_of_the_model() -> None:
+def test_models_hold_only_fields_of_the_model():
     """A file without one of these fields would silently use a default."""
     for option in options("model"):
         values = OmegaConf.load(CONF / "model" / f"{option}.yaml")
@@ -207,20 +207,20 @@ def test_models_hold_only_fields_of_the_model() -> None:
         assert values.name == option
 
 
-def test_data_that_needs_paths_is_refused_without() -> None:
+def test_data_that_needs_paths_is_refused_without():
     for option in (o for o in options("data") if o.startswith(("local_", "tokens", "chat"))):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             compose_job([f"data={option}"])
 
 
-def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path: Path) -> None:
+def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path):
     done = python("-m", "harness.train", "--cfg", "job", "model=llama3_8b", cwd=tmp_path)
     assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
     shown = OmegaConf.create(done.stdout)
     assert (shown.model.dim, shown.training.seed) == (4096, 42)
 
 
-def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
+def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path):
     """Hydra's own multirun would write files into the current folder."""
     done = python("-m", "harness.train", "-m", "training.steps=0,-1", cwd=tmp_path)
     assert done.returncode == 2

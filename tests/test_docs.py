@@ -94,7 +94,7 @@ DISTINCT = {(each.line, GPUS.get(each.section, ""), *each.output): each for each
 
 
 @pytest.mark.parametrize("command", DISTINCT.values(), ids=str)
-def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands(command, monkeypatch, tmp_path):
     words = shlex.split(command.line)
     _use_shown_files(command, monkeypatch, tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS.get(command.section, ""))
@@ -184,9 +184,7 @@ PLANNED = [command for command in COMMANDS if "harness plan " in command.line an
 
 
 @pytest.mark.parametrize("command", PLANNED, ids=str)
-def test_shown_plans_are_what_the_plan_prints(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_shown_plans_are_what_the_plan_prints(command, monkeypatch, tmp_path):
     _use_shown_files(command, monkeypatch, tmp_path)
     monkeypatch.setattr(
         "harness.tools.plan.search_result.sweep_path", lambda *_: tmp_path / "sweep.yaml"
@@ -220,9 +218,7 @@ def runs_of_the_first_hour() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("cluster", ["slurm_h100", "slurm_h200"])
-def test_the_first_hour_has_what_the_plan_says(
-    cluster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_hour_has_what_the_plan_says(cluster, monkeypatch):
     text, found = FIRST_HOUR.read_text(), 0
     for section, words in runs_of_the_first_hour():
         on_one = section == "One GPU"
@@ -240,7 +236,7 @@ def test_the_first_hour_has_what_the_plan_says(
     assert found == (11 if cluster == "slurm_h100" else 4)
 
 
-def test_readme_shows_the_report_of_published_rows() -> None:
+def test_readme_shows_the_report_of_published_rows():
     tables = (ROOT / "experiments" / "llama3_h100" / "tables.md").read_text()
     table = README.split("| run | tokens/s/GPU, published |")[1].split("\n\n")[0]
     rows = [row.split(" | ", 1)[1].rstrip(" |") for row in table.splitlines()[2:]]
@@ -253,14 +249,14 @@ def test_readme_shows_the_report_of_published_rows() -> None:
         assert error in of_all
 
 
-def test_readme_is_a_page_with_what_a_newcomer_types() -> None:
+def test_readme_is_a_page_with_what_a_newcomer_types():
     assert len(README.splitlines()) <= 150
     assert "install" in {command.line.split()[1] for command in commands_of(ROOT / "README.md")}
     assert len(COMMANDS) > 100
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_linked_and_named_files_exist(page: Path) -> None:
+def test_linked_and_named_files_exist(page):
     for name, function in re.findall(
         r"`(harness/[\w./-]+|tests/[\w./-]+\.py)(?:::(\w+))?`", page.read_text()
     ):
@@ -285,7 +281,7 @@ def anchors_of(page: Path) -> set[str]:
     }
 
 
-def test_site_lists_all_pages() -> None:
+def test_site_lists_all_pages():
     listed = set(
         re.findall(r"- (?:.+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     )
@@ -295,7 +291,7 @@ def test_site_lists_all_pages() -> None:
         assert (ROOT / path.removeprefix("repository/")).is_file(), path
 
 
-def test_the_page_of_architecture_is_the_house() -> None:
+def test_the_page_of_architecture_is_the_house():
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| \[`(\w+)`\]\(rooms/\w+\.md\) \| (.+) \|$", page, re.MULTILINE)
     assert tuple(room for room, _ in rows) == ROOMS
@@ -308,7 +304,7 @@ def test_the_page_of_architecture_is_the_house() -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory):
     """What docs/reference.py writes now."""
     folder = tmp_path_factory.mktemp("reference")
     script = str(ROOT / "docs" / "reference.py")
@@ -322,7 +318,7 @@ def rows_of(page: Path) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in lines]
 
 
-def test_the_reference_is_up_to_date(reference: Path) -> None:
+def test_the_reference_is_up_to_date(reference):
     """The site is built from what is committed."""
     committed = ROOT / "docs" / "reference"
     assert {path.name for path in committed.iterdir()} == {
@@ -333,7 +329,7 @@ def test_the_reference_is_up_to_date(reference: Path) -> None:
         assert there == page.read_text(), f"{page.name}: make reference writes it"
 
 
-def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
+def test_the_reference_has_every_field_flag_and_class(reference):
     fields = {row[0].strip("`"): row for row in rows_of(reference / "fields.md")}
     for name, role, _ in leaves(Job()):
         assert fields[name][4] == role
@@ -368,9 +364,7 @@ RUNS = {
 }
 
 
-def test_every_column_that_runs_write_is_described_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_column_that_runs_write_is_described_and_no_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     metrics, of_rank, result = (
         set(),

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX
-from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
 from harness.tools.parity.parity import ParityConfig, compose_layouts
@@ -37,7 +36,7 @@ def gradients_of(
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_packed_sample_is_its_documents_one_by_one() -> None:
+def test_a_packed_sample_is_its_documents_one_by_one():
     """Each document alone begins at position 0 and is padded; packed, it stands where it stands."""
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(0, 256, (length + 1,), generator=generator) for length in LENGTHS]
@@ -60,7 +59,7 @@ def test_a_packed_sample_is_its_documents_one_by_one() -> None:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def corpus(tmp_path_factory):
     """Overrides for documents from shorter than a sample to longer."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(30):
@@ -93,11 +92,11 @@ def layout(name: str, *overrides: str) -> Job:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "pp_interleaved", "compiled", "cp_ulysses"])
-def test_layouts_agree(pool: RankPool, corpus: list[str], name: str) -> None:
+def test_layouts_agree(pool, corpus, name):
     require_parity(pool, name, layout(name, *corpus))
 
 
-def test_layouts_agree_about_conversations(pool: RankPool, tmp_path: Path) -> None:
+def test_layouts_agree_about_conversations(pool, tmp_path):
     """Several of those that are shipped fit into a sample."""
     shipped = Path(__file__).parents[1] / "experiments" / "chat" / "conversations.jsonl"
     name = "pp_cp_ulysses"
@@ -119,7 +118,7 @@ def test_layouts_agree_about_conversations(pool: RankPool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["fsdp", "pp"])
-def test_lost_documents_are_noticed(pool: RankPool, corpus: list[str], name: str) -> None:
+def test_lost_documents_are_noticed(pool, corpus, name):
     assert not verdict_of(
         PlantedPool(pool, documents_forgotten), name, layout(name, *corpus)
     ).passed

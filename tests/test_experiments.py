@@ -70,7 +70,7 @@ FACTS = {
 }
 
 
-def test_gpu_table_judges_the_targets_by_ratios_within_a_round() -> None:
+def test_gpu_table_judges_the_targets_by_ratios_within_a_round():
     """The machine is twice as fast in the second round; ratios do not notice."""
     rows = []
     for number, speed in ((0, 1.0), (1, 2.0)):
@@ -93,7 +93,7 @@ def test_gpu_table_judges_the_targets_by_ratios_within_a_round() -> None:
     )
 
 
-def test_no_ratio_is_taken_across_versions() -> None:
+def test_no_ratio_is_taken_across_versions():
     older, newer = (
         {"torch": torch_version, "triton": "3.9"} for torch_version in ("2.13.0", "2.15.0")
     )
@@ -109,7 +109,7 @@ def test_no_ratio_is_taken_across_versions() -> None:
     assert "No ratio over torchtitan is taken across versions." in table
 
 
-def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone() -> None:
+def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone():
     out = {"failed": "out_of_memory", "message": "Tried to allocate 2 GiB"}
     starved = {
         **{k: v for k, v in gpu_row("bf16", "harness", 0, 1.0).items() if k != "tokens_per_second"},
@@ -134,7 +134,7 @@ def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone() -> None:
     assert "yes" not in other and "no;" not in other
 
 
-def test_estimate_of_memory() -> None:
+def test_estimate_of_memory():
     """Against the closed form by hand for Llama 3 8B with 2 layers, T 8192, everything kept."""
     case = gpu_cases.Case("8B", "none", "bf16", n_layers=2, device="cpu")
     tables, block = 2 * 128256 * 4096, 218112000
@@ -148,7 +148,7 @@ def test_estimate_of_memory() -> None:
     )
 
 
-def test_more_layers_fit_where_less_is_kept() -> None:
+def test_more_layers_fit_where_less_is_kept():
     gib, fitting = 2**30, {}
     for mode in gpu_cases.ACTIVATION_CHECKPOINTS:
         case = gpu_cases.Case("8B", mode, "bf16", device="cpu")
@@ -172,7 +172,7 @@ ON_A_CPU = [mode for mode in gpu_cases.MODES if has_precision_of(mode) and "grap
 
 @pytest.mark.parametrize("mode", ON_A_CPU)
 @pytest.mark.parametrize("checkpointing", gpu_cases.ACTIVATION_CHECKPOINTS)
-def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
+def test_gpu_cases_compose(mode, checkpointing):
     case = gpu_cases.Case("tiny", checkpointing, mode, n_layers=2, device="cpu")
     job = case.job()
     assert (job.model.n_layers, job.activation_checkpoint.mode) == (2, checkpointing)
@@ -183,7 +183,7 @@ def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
 
 
 @pytest.mark.parametrize("mode", gpu_cases.TITAN_MODES)
-def test_torchtitan_is_told_the_same(mode: str, tmp_path: Path) -> None:
+def test_torchtitan_is_told_the_same(mode, tmp_path):
     case = gpu_cases.Case("tiny", "selective_op", mode, n_layers=2, batch=2, elsewhere=True)
     python = argparse.Namespace(titan_python="python")
     words = run.titan_command(python, case, tmp_path / "x")
@@ -193,7 +193,7 @@ def test_torchtitan_is_told_the_same(mode: str, tmp_path: Path) -> None:
     assert told.activation_checkpoint == "selective_op"
 
 
-def test_best_other_side() -> None:
+def test_best_other_side():
     """The bare loop has the higher median, so it is the one to be measured against, round by round."""
     rates = {
         "harness": [100.0, 90.0, 110.0],
@@ -226,7 +226,7 @@ def test_best_other_side() -> None:
     assert compare.sides_of("single", with_torchtitan=False) == ["harness", "bare"]
 
 
-def test_bare_loop_is_our_model_of_that_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bare_loop_is_our_model_of_that_shape(monkeypatch):
     """As many parameters at the measured size, and the same loss from the same weights at a small one."""
     with torch.device("meta"):
         whole = sum(parameter.numel() for parameter in bare_loop.Llama().parameters())
@@ -257,7 +257,7 @@ def test_bare_loop_is_our_model_of_that_shape(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(losses)) == 3
 
 
-def test_allocations_are_counted_exactly() -> None:
+def test_allocations_are_counted_exactly():
     mib = 2**20
     kept: list[torch.Tensor] = []
 
@@ -273,7 +273,7 @@ def test_allocations_are_counted_exactly() -> None:
     assert held == 4 * mib
 
 
-def test_saved_activations_are_counted() -> None:
+def test_saved_activations_are_counted():
     """sin keeps its input for backward: three of them three tensors, made again by a checkpoint none."""
     x = torch.randn(2**18, requires_grad=True)
 
@@ -289,7 +289,7 @@ def test_saved_activations_are_counted() -> None:
     assert recomputed < 1.1 * x.nbytes
 
 
-def test_relations_that_do_not_hold_are_named() -> None:
+def test_relations_that_do_not_hold_are_named():
     peaks = dict(zip(measure.CHECKPOINTING, (100.0, 60.0, 50.0, 20.0, 90.0, 95.0), strict=True))
     rows = {name: {"peak": peak, "resident": 500.0} for name, peak in peaks.items()}
     assert measure.not_falling(rows) == [
@@ -300,9 +300,7 @@ def test_relations_that_do_not_hold_are_named() -> None:
     assert "| memory_budget, compiled | 95.0 | 1.056 | 500 |" in table
 
 
-def test_gpu_command_lists_the_jobs_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpu_command_lists_the_jobs_of_a_gpu(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ["run.py", "--dry-run", "--shapes", "1B", "--activation-checkpoint", "none"]
     monkeypatch.setattr(sys, "argv", [*words, "--memory", "141", "--titan-python", "python"])
@@ -319,7 +317,7 @@ def test_gpu_command_lists_the_jobs_of_a_gpu(
         run.main()
 
 
-def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
+def test_gpu_command_without_a_gpu(tmp_path):
     """One mode, end to end on a CPU: rows, facts and table."""
     command = [
         sys.executable,
@@ -353,9 +351,7 @@ def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
     assert "| tiny | 4 | full | bf16 |" in done.stdout
 
 
-def test_published_tables_are_those_of_today(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_tables_are_those_of_today(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["tables.py", "--out", str(tmp_path), "--runs", str(tmp_path / "none")]
     )
@@ -368,9 +364,7 @@ def test_published_tables_are_those_of_today(
     assert (tmp_path / "table.csv").is_file() and not (tmp_path / "results.jsonl").exists()
 
 
-def test_a_run_of_another_length_measures_its_published_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_another_length_measures_its_published_row(tmp_path, monkeypatch):
     pairs = {"table1": torchtitan_rows.tables()["table1"]}
     monkeypatch.setattr(torchtitan_rows, "tables", lambda: pairs)
     job = with_value(

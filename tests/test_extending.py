@@ -56,7 +56,7 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def extras(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def extras(tmp_path_factory):
     """The package in a fresh environment that sees the packages of this one."""
     home = tmp_path_factory.mktemp("extras")
     # Building writes into the sources.
@@ -79,14 +79,14 @@ def command(verb: str, word: str = "") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(extras: Installed) -> Path:
+def trained(extras):
     """The run of the page's first training: two ranks that this machine starts."""
     extras.succeed(*command("train", "parallelism=tp"))
     [job] = extras.home.glob("runs/arcee_debug/[0-9a-f]*/job.json")
     return job.parent
 
 
-def test_the_page_shows_every_file() -> None:
+def test_the_page_shows_every_file():
     files = {
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*")
@@ -96,7 +96,7 @@ def test_the_page_shows_every_file() -> None:
     assert set(re.findall(r'^--8<-- "(.+)"$', PAGE, re.MULTILINE)) == files
 
 
-def test_verbs_of_packages_are_listed_and_run(extras: Installed) -> None:
+def test_verbs_of_packages_are_listed_and_run(extras):
     listed = extras.succeed("-m", "harness", "--help")
     assert re.search(r"^  tensors +list the tensors of a model\.$", listed, re.MULTILINE)
     assert re.search(r"^  train +train the job that ", listed, re.MULTILINE)
@@ -104,7 +104,7 @@ def test_verbs_of_packages_are_listed_and_run(extras: Installed) -> None:
     assert "layers.1.feed_forward.w2.weight [64, 192]\n" in shown and "feed_forward.w3" not in shown
 
 
-def test_train(trained: Path) -> None:
+def test_train(trained):
     job, row = (json.loads((trained / name).read_text()) for name in ("job.json", "result.json"))
     assert (row["exit_reason"], row["world_size"], row["step"]) == ("completed", 2, 4)
     assert job["optimizer"]["options"] == {"momentum": 0.9, "nesterov": False}
@@ -123,11 +123,11 @@ def test_train(trained: Path) -> None:
     ]
 
 
-def test_parity(extras: Installed) -> None:
+def test_parity(extras):
     assert "2 of 2 layouts agree with one process" in extras.succeed(*command("parity"))
 
 
-def test_plan(extras: Installed) -> None:
+def test_plan(extras):
     """Its block and optimizer have costs: a momentum for each parameter; tables of rotation beside them."""
     plan = json.loads(extras.succeed(*command("plan"), "--json"))
     kinds = plan["memory"][0]["kinds"]
@@ -164,9 +164,7 @@ print(ActivationBytes(job).block(1).kept - saved_by_autograd(job, 1))
 """
 
 
-def test_the_model_is_that_of_transformers_and_of_the_plan(
-    extras: Installed, trained: Path
-) -> None:
+def test_the_model_is_that_of_transformers_and_of_the_plan(extras, trained):
     pytest.importorskip("transformers")
     words = command("convert")
     extras.succeed(*[word.replace("runs/arcee_debug/ID", str(trained)) for word in words])
@@ -175,16 +173,16 @@ def test_the_model_is_that_of_transformers_and_of_the_plan(
     assert shown.split() == ["ArceeForCausalLM", "0.0"]
 
 
-def test_a_cluster_of_a_package(extras: Installed, trained: Path) -> None:
+def test_a_cluster_of_a_package(extras, trained):
     shown = extras.succeed(*command("train", "cluster=background"))
-    run = Path(re.search(r"^run folder (.+)$", shown, re.MULTILINE)[1])  # type: ignore[index]
+    run = Path(re.search(r"^run folder (.+)$", shown, re.MULTILINE)[1])
     until((extras.home / run / "result.json").is_file)
     row = json.loads((extras.home / run / "result.json").read_text())
     assert (row["exit_reason"], row["step"]) == ("completed", 2)
     assert "step     2/2" in (extras.home / run / "background.log").read_text()
 
 
-def test_ranks_find_the_package_beside_a_copy_of_the_code(extras: Installed, trained: Path) -> None:
+def test_ranks_find_the_package_beside_a_copy_of_the_code(extras, trained):
     copy = take_snapshot(extras.home)
     program = """
 import sys, harness
@@ -211,7 +209,7 @@ MISTAKES = {
 }
 
 
-def test_options_are_checked(extras: Installed) -> None:
+def test_options_are_checked(extras):
     program = """
 import sys
 from harness.compose.composer import compose_job
@@ -230,9 +228,7 @@ for mistake in mistakes.split():
         assert line.startswith(start)
 
 
-def test_without_the_package_a_job_is_refused_and_a_run_can_be_read(
-    trained: Path,
-) -> None:
+def test_without_the_package_a_job_is_refused_and_a_run_can_be_read(trained):
     job = Job.read(trained / "job.json")
     assert job.id == trained.name
     rule = "no installed package adds this name (entry points of group harness.block)"
@@ -244,9 +240,7 @@ def test_without_the_package_a_job_is_refused_and_a_run_can_be_read(
     assert done.returncode == 0 and "completed" in done.stdout
 
 
-def test_a_package_without_its_configurations_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_without_its_configurations_is_named(tmp_path, monkeypatch):
     install(tmp_path, "no_conf", {"harness.conf": {"all": "no_conf.conf"}})
     monkeypatch.syspath_prepend(tmp_path)
     paths.folders_of_packages.cache_clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,10 +61,8 @@ def three_steps(
     [[], ["parallelism.cpu_offload=true"], ["training.attention=flex"]],
     ids=["plain", "offload", "flex"],
 )
-def test_gpu_computes_what_a_cpu_computes(
-    precision: str, more: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def drawn_on_the_cpu(name, shape, how, seed, device):  # type: ignore[no-untyped-def]
+def test_gpu_computes_what_a_cpu_computes(precision, more, monkeypatch):
+    def drawn_on_the_cpu(name, shape, how, seed, device):
         return draw(name, shape, how, seed, torch.device("cpu")).to(device)
 
     # Generators of CPUs and GPUs are different ones.
@@ -90,7 +87,7 @@ def test_gpu_computes_what_a_cpu_computes(
         "precision=bf16 model.moe.num_experts=8 model.moe.hidden_dim=64 model.moe.top_k=2",
     ],
 )
-def test_captured_steps_compute_what_others_compute(overrides: str) -> None:
+def test_captured_steps_compute_what_others_compute(overrides):
     """Over two that are not captured, the one that is, and its repetitions; the learning rate rises."""
     settings = [*overrides.split(), "schedule.warmup_steps=8", "debug=deterministic"]
     losses, gradients = three_steps("cuda", *settings, steps=7)
@@ -102,7 +99,7 @@ def test_captured_steps_compute_what_others_compute(overrides: str) -> None:
 
 
 @pytest.mark.gpu(values=False)
-def test_gpu_is_deterministic_when_asked() -> None:
+def test_gpu_is_deterministic_when_asked():
     assert (
         three_steps("cuda", "debug=deterministic")[0]
         == three_steps("cuda", "debug=deterministic")[0]
@@ -125,9 +122,7 @@ def test_gpu_is_deterministic_when_asked() -> None:
         "data=mixture data.sources.a.kind=synthetic data.sources.b.kind=synthetic data.weights={a:1,b:1}",
     ],
 )
-def test_a_step_makes_the_host_wait_for_nothing(
-    overrides: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_step_makes_the_host_wait_for_nothing(overrides, request):
     """But for the first ones, which allocate and compile."""
     # After eight shapes, those of other tests among them, the compiler leaves FlexAttention to eager.
     torch._dynamo.reset()
@@ -176,7 +171,7 @@ class Tokens(Loader):
 
 
 @pytest.mark.gpu(values=False)
-def test_memory_snapshots_are_written(tmp_path: Path) -> None:
+def test_memory_snapshots_are_written(tmp_path):
     """With a trace, and when memory is out."""
     config = ProfilingConfig(enable=True, interval=1, warmup=0, active=1, memory_snapshot=True)
     run: Any = SimpleNamespace(

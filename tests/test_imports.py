@@ -34,7 +34,7 @@ NOT_IMPORTED = {
 
 
 @pytest.mark.parametrize("module", NOT_IMPORTED)
-def test_importing_is_quick(module: str) -> None:
+def test_importing_is_quick(module):
     listed = python("-c", f"import sys, {module}; print(*sys.modules)").stdout.split()
     assert module in listed and not set(NOT_IMPORTED[module].split()) & set(listed)
 
@@ -67,7 +67,7 @@ nn.Module.__call__ = lambda self, *a, **k: (
 )"""
 
 
-def test_the_way_to_the_first_forward_pass_is_short(tmp_path: Path) -> None:
+def test_the_way_to_the_first_forward_pass_is_short(tmp_path):
     """Modules before the first rank starts; frames from the command to it, and from there to the model."""
 
     def seen(replace: str, *overrides: str) -> dict[str, list[str]]:
@@ -87,7 +87,7 @@ def test_the_way_to_the_first_forward_pass_is_short(tmp_path: Path) -> None:
     assert len(frames) <= 19, frames
 
 
-def test_imports_are_found() -> None:
+def test_imports_are_found():
     assert "harness.train.engine" in imports_of("harness.train.trainer")
     assert "harness.train.trainer" in imports_of("harness.train.rank"), (
         "an import inside of a function"
@@ -96,12 +96,12 @@ def test_imports_are_found() -> None:
     assert "harness.train.step" not in imports_of("harness.train.rows", of_types=False)
 
 
-def test_arrows_point_down() -> None:
+def test_arrows_point_down():
     up = arrows_up()
     assert not up, "\n".join(up)
 
 
-def test_ranks_import_no_hydra() -> None:
+def test_ranks_import_no_hydra():
     """A rank imports the rooms up to train, and no file of these names Hydra or its configurations."""
     named = re.compile(r"^\s*(?:from|import) (?:hydra|omegaconf)\b", re.MULTILINE)
     rooms = {
@@ -111,7 +111,7 @@ def test_ranks_import_no_hydra() -> None:
     assert not rooms & {(room,) for room in ROOMS[: ROOMS.index("compose")]}
 
 
-def test_no_circles() -> None:
+def test_no_circles():
     try:
         TopologicalSorter(
             {module: imports_of(module, of_types=False) for module in FILES}
@@ -145,7 +145,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
                 yield full
 
 
-def test_private_names_of_torch_are_listed() -> None:
+def test_private_names_of_torch_are_listed():
     sources = [path.read_text() for path in FILES.values()]
     listed = [f"{owner}.{name}." for owner, name in PRIVATE]
     used = {f"{name}." for source in sources for name in private_names(ast.parse(source))}
@@ -160,7 +160,7 @@ def test_private_names_of_torch_are_listed() -> None:
 
 
 @pytest.mark.parametrize(("owner", "name"), PRIVATE)
-def test_a_private_name_of_torch_exists(owner: str, name: str) -> None:
+def test_a_private_name_of_torch_exists(owner, name):
     """Attributes of an object are looked for in the source of its class."""
     above, _, last = f"{owner}.{name}".rpartition(".")
     found = pkgutil.resolve_name(above)

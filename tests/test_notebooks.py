@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_three() -> None:
+def test_there_are_three():
     assert [path.stem for path in NOTEBOOKS] == [
         "comparing_runs",
         "planning_a_cluster",
@@ -31,7 +31,7 @@ def texts(cell: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     notebook: Any = nbformat.read(path, as_version=4)

@@ -22,7 +22,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "lm_eval": "lm-eval", "mlflow": "mlflow-skinny
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory):
     """The wheel of this checkout, unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     # A copy of what git would ship: building in place would leave build/ behind.
@@ -74,7 +74,7 @@ def run(unpacked: Path, cwd: Path, code: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_every_module_and_file_is_in_the_wheel(unpacked: Path) -> None:
+def test_every_module_and_file_is_in_the_wheel(unpacked):
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "harness").rglob("*.py")}
     assert {m for m in modules if not (unpacked / m).is_file()} == set()
     for option in (ROOT / "conf").rglob("*.yaml"):
@@ -91,7 +91,7 @@ def test_every_module_and_file_is_in_the_wheel(unpacked: Path) -> None:
     assert list((unpacked / "harness" / "data" / "assets").glob("*.model"))
 
 
-def test_own_configurations_beside_the_wheel(unpacked: Path, tmp_path: Path) -> None:
+def test_own_configurations_beside_the_wheel(unpacked, tmp_path):
     """A folder and an installed package, which is not imported."""
     package = tmp_path / "site" / "own_models"
     for folder, name in ((tmp_path / "own", "in_folder"), (package / "conf", "in_package")):
@@ -113,7 +113,7 @@ def test_own_configurations_beside_the_wheel(unpacked: Path, tmp_path: Path) -> 
     assert (done.stdout, done.stderr) == ("[6, 6]\n", "")
 
 
-def test_console_script_composes_from_anywhere(unpacked: Path, tmp_path: Path) -> None:
+def test_console_script_composes_from_anywhere(unpacked, tmp_path):
     entries = next(unpacked.glob("*.dist-info/entry_points.txt")).read_text().splitlines()
     assert "harness = harness.__main__:main" in entries
     code = "sys.argv = ['harness', 'train', '--cfg', 'job', 'model=llama3_8b', 'experiment=quickstart']; "
@@ -125,16 +125,14 @@ def test_console_script_composes_from_anywhere(unpacked: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_install_is_small() -> None:
+def test_an_install_is_small():
     """Beside torch. A package that has a marker may not be installed here."""
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     assert len([line for line in lines if "==" in line and ";" not in line]) <= 60
 
 
 @pytest.mark.parametrize("package", EXTRAS)
-def test_an_optional_package_that_is_missing_names_its_extra(
-    monkeypatch: pytest.MonkeyPatch, package: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_optional_package_that_is_missing_names_its_extra(monkeypatch, package, capsys):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

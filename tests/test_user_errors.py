@@ -76,7 +76,7 @@ def contains_value(error: str, value: str) -> bool:
 
 
 @pytest.mark.parametrize("mistake", JOBS, ids=lambda mistake: mistake.typed[:100])
-def test_each_mistake_is_one_line(mistake: Mistake) -> None:
+def test_each_mistake_is_one_line(mistake):
     *right, wrong = mistake.typed.split(" ")
     error = message([*right, wrong])
     assert error.startswith(mistake.start)
@@ -93,12 +93,7 @@ def test_each_mistake_is_one_line(mistake: Mistake) -> None:
 
 
 @pytest.mark.parametrize("mistake", LINES, ids=lambda mistake: mistake.typed[:100])
-def test_each_command_is_refused_in_one_line(
-    mistake: Mistake,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_command_is_refused_in_one_line(mistake, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("text\n")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "folder").mkdir()
@@ -114,7 +109,7 @@ def test_each_command_is_refused_in_one_line(
     assert sorted(os.listdir(tmp_path)) == ["fifo", "file", "folder", "list.json"]
 
 
-def test_degrees_that_split_neither_heads_nor_sequence_are_not_named() -> None:
+def test_degrees_that_split_neither_heads_nor_sequence_are_not_named():
     assert message(["training.seq_len=100", "parallelism.tp=3"]).endswith("would work: 1, 2, 4")
     plain = message(
         ["training.seq_len=100", "parallelism.sequence_parallel=false", "parallelism.tp=3"]
@@ -151,7 +146,7 @@ BACKWARD = "every stage and microbatch needs one B, or one I and one W"
         ("0F0,2F0,2B0,0B0 1F0,3F0,3B0,1B0", "runs 4 stages, but model.n_layers=1 makes at most 3"),
     ],
 )
-def test_csv_schedule_malformed(rows: str, rule: str, tmp_path: Path) -> None:
+def test_csv_schedule_malformed(rows, rule, tmp_path):
     (tmp_path / "schedule.csv").write_text(rows.replace(" ", "\n"))
     typed = f"parallelism.pp_schedule_csv={tmp_path}/schedule.csv"
     shape = [
@@ -162,7 +157,7 @@ def test_csv_schedule_malformed(rows: str, rule: str, tmp_path: Path) -> None:
     assert message([*shape, typed]).startswith(f"{typed}: {rule}")
 
 
-def test_csv_schedule_of_another_job(tmp_path: Path) -> None:
+def test_csv_schedule_of_another_job(tmp_path):
     (tmp_path / "schedule.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     typed = f"parallelism.pp_schedule_csv={tmp_path}/schedule.csv"
     base = ["parallelism.pp=2", typed]
@@ -234,7 +229,7 @@ GLOBAL = "# @package _global_\n"
         ("experiment=mine", "name: [a", "FOLDER/experiment/mine.yaml:"),
     ],
 )
-def test_mistakes_in_files(typed: str, text: str, start: str, tmp_path: Path) -> None:
+def test_mistakes_in_files(typed, text, start, tmp_path):
     written = tmp_path / f"{typed.replace('=', '/')}.yaml"
     written.parent.mkdir()
     written.write_bytes(f"{text}\n".encode("latin-1"))
@@ -242,7 +237,7 @@ def test_mistakes_in_files(typed: str, text: str, start: str, tmp_path: Path) ->
         assert message([typed]).startswith(start.replace("FOLDER", str(tmp_path)))
 
 
-def test_the_command_fails_fast(tmp_path: Path) -> None:
+def test_the_command_fails_fast(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = python("-m", "harness.train", "+parallelism.tpp=2", f"runs_dir={tmp_path}/runs")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -253,7 +248,7 @@ def test_the_command_fails_fast(tmp_path: Path) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_composing_and_refusing_import_no_torch() -> None:
+def test_composing_and_refusing_import_no_torch():
     code = (
         "import sys, harness.config.job\n"
         "from harness.compose.composer import compose_job\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from harness.run.folder import RunFolder
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def finished(tmp_path_factory):
     """Copy a finished run into a folder; runs of the same overrides are made once."""
     made: dict[tuple[str, ...], tuple[Path, Path]] = {}
 

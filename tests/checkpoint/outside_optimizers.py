@@ -19,7 +19,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             first, _, _ = group["betas"]
             group["step"] = group.get("step", 0) + 1
@@ -39,7 +39,7 @@ class Hoarding(torch.optim.SGD):
     """SGD that keeps the last gradient, which its Kind does not name."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -51,7 +51,7 @@ class Listing(torch.optim.SGD):
     """SGD that keeps a list in its groups."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for group in self.param_groups:
             assert "history" not in group, "a second update"

@@ -52,7 +52,7 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     norms: dict[int, float] = {}
     batches: dict[int, str] = {}
     messages: list[str] = []
-    trainer._message = messages.append  # type: ignore[method-assign]
+    trainer._message = messages.append
     trainer.saver.say = messages.append
     passes: Callable[..., Any] = engine.gradients
 
@@ -65,7 +65,7 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
         batches[step] = "".join(_digest(tensor) for tensor in batch if tensor is not None)
         return outcome
 
-    engine.gradients = gradients  # type: ignore[method-assign]
+    engine.gradients = gradients
     reason = trainer.train()
     tensors = {**model_state(engine), **optimizer_state(engine), "rng": rng_state(engine.device)}
     state = {name: _digest(getattr(t, "_local_tensor", t)) for name, t in tensors.items()}

@@ -16,7 +16,7 @@ import pytest
 import torch
 import xxhash
 from conversions import refused
-from local_runs import Run, failed, flip, start
+from local_runs import failed, flip, start
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -109,9 +109,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_costs_the_steps_since_the_checkpoint_before(
-    name: str, tmp_path: Path, finished: Callable[..., Run], capsys: Any
-) -> None:
+def test_damage_costs_the_steps_since_the_checkpoint_before(name, tmp_path, finished, capsys):
     run = finished(tmp_path, *OPTIONS)
     whole = run.losses
     damage, says = DAMAGES[name]
@@ -126,9 +124,7 @@ def test_damage_costs_the_steps_since_the_checkpoint_before(
     assert not list(tmp_path.rglob("ran"))
 
 
-def test_damage_to_several_and_files_of_others(
-    tmp_path: Path, finished: Callable[..., Run]
-) -> None:
+def test_damage_to_several_and_files_of_others(tmp_path, finished):
     run = finished(tmp_path, *OPTIONS)
     for name in ("step-best", "superseded"):
         (run.step(8).parent / name).mkdir()
@@ -149,7 +145,7 @@ def test_damage_to_several_and_files_of_others(
     )
 
 
-def test_forged_checkpoints_of_others(tmp_path: Path, finished: Callable[..., Run]) -> None:
+def test_forged_checkpoints_of_others(tmp_path, finished):
     """In a shared folder, of a run of the same numerics, to convert, and to start from."""
     run = finished(tmp_path, *OPTIONS)
     step = run.step(8)
@@ -169,7 +165,7 @@ def test_forged_checkpoints_of_others(tmp_path: Path, finished: Callable[..., Ru
     assert not list(tmp_path.rglob("ran"))
 
 
-def test_a_link_in_the_place_of_a_step(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_step(tmp_path):
     """The next save replaces it, and what it points at stays."""
     target = tmp_path / "target"
     place = tmp_path / "checkpoints" / "step-4"
@@ -200,18 +196,18 @@ def metadata(**fields: Any) -> theirs.Metadata:
         "storage_data": {INDEX: place},
         "storage_meta": theirs.StorageMeta(checkpoint_id=Path("/x"), save_id="a", modules=["m"]),
     }
-    return theirs.Metadata(**{**values, **fields})  # type: ignore[arg-type]
+    return theirs.Metadata(**{**values, **fields})
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_metadata_is_read_as_torch_reads_it(protocol: int) -> None:
+def test_metadata_is_read_as_torch_reads_it(protocol):
     read = parse_metadata(pickle.dumps(metadata(), protocol))
     assert read.state_dict_metadata == metadata().state_dict_metadata
     assert read.storage_data == metadata().storage_data
     assert getattr(read.storage_data[INDEX], CHECKSUM) == "abc"
 
 
-def test_only_classes_of_metadata_are_made() -> None:
+def test_only_classes_of_metadata_are_made():
     """A pickle cannot set the state of a class either, only of objects."""
     sets_a_class = (
         b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
@@ -248,12 +244,12 @@ def stored_at(*place: Any) -> theirs.Metadata:
         ),
     ],
 )
-def test_what_is_no_metadata_is_damaged(damaged: Any, says: str) -> None:
+def test_what_is_no_metadata_is_damaged(damaged, says):
     with pytest.raises(DamagedCheckpoint, match=f"^.metadata is damaged: {re.escape(says)}"):
         parse_metadata(pickle.dumps(damaged))
 
 
-def test_cut_and_flipped_metadata_is_damaged() -> None:
+def test_cut_and_flipped_metadata_is_damaged():
     """Any lost or changed bytes give metadata, or a one-line error."""
     content = pickle.dumps(metadata())
     for at in range(len(content)):
@@ -274,7 +270,7 @@ MAY_UNPICKLE = {
 }
 
 
-def test_nothing_else_unpickles() -> None:
+def test_nothing_else_unpickles():
     package = Path(harness.__file__).parent
     for path in package.rglob("*.py"):
         allowed = MAY_UNPICKLE.get(str(path.relative_to(package)), set())

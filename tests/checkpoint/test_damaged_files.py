@@ -208,7 +208,7 @@ def write(run_dir: Path, name: str, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_key_of_every_file(name: str, tmp_path: Path) -> None:
+def test_every_key_of_every_file(name, tmp_path):
     file, path = FILES[name], tmp_path / name
     write_checkpoint(tmp_path, 3, b"")
     for each, beside in FILES.items():
@@ -256,9 +256,7 @@ def as_a_folder(manifest: Path) -> None:
     ],
     ids=range(4),
 )
-def test_the_checkpoint_before_is_used(
-    damage: Callable[[Path], Any], says: str, tmp_path: Path
-) -> None:
+def test_the_checkpoint_before_is_used(damage, says, tmp_path):
     write_checkpoint(tmp_path, 2, encode_manifest(manifest_of(2)))
     damage(write_checkpoint(tmp_path, 3, b"") / "manifest.json")
     start = find_start(JOB, tmp_path)
@@ -269,7 +267,7 @@ def test_the_checkpoint_before_is_used(
 
 
 @pytest.mark.parametrize("content", [b"{}", b'{"folders": [7]}', b"{"])
-def test_the_file_that_names_what_to_continue(tmp_path: Path, content: bytes) -> None:
+def test_the_file_that_names_what_to_continue(tmp_path, content):
     """Ignoring the file could mean starting from step 0."""
     (tmp_path / CONTINUES).write_bytes(content)
     with pytest.raises(UserError, match=r"continues\.json: damaged"):

@@ -91,7 +91,7 @@ STARTED = {
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_training_starts_and_ends_in_safetensors(pool: RankPool, tmp_path: Path, name: str) -> None:
+def test_training_starts_and_ends_in_safetensors(pool, tmp_path, name):
     job = job_of(tmp_path, *STARTED[name], *ENDS, source="hf")
     reference = reference_of(job)
     reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
@@ -111,7 +111,7 @@ def require_same(ended: torch.nn.Module, reference: torch.nn.Module, job: Job) -
         assert moved <= 8.1 * job.model.moe.balance_coeff < 0.1 < bias.abs().max(), key
 
 
-def test_non_finite_initial_values_are_reported(pool: RankPool, tmp_path: Path) -> None:
+def test_non_finite_initial_values_are_reported(pool, tmp_path):
     """The rank with the non-finite values is not the one that prints."""
     common = (*FSDP2, "debug.non_finite=skip")
     first, second = (
@@ -129,7 +129,7 @@ def test_non_finite_initial_values_are_reported(pool: RankPool, tmp_path: Path) 
         )
 
 
-def test_what_was_trained_in_float8_is_exported(pool: RankPool, tmp_path: Path) -> None:
+def test_what_was_trained_in_float8_is_exported(pool, tmp_path):
     """transformers and a run that starts from the files compute the same loss."""
     layout = ("parallelism=fsdp", "parallelism.dp_shard=2", "precision=float8_tensorwise")
     gathers = ("precision.emulate=true", "precision.enable_fsdp_float8_all_gather=true")
@@ -147,7 +147,7 @@ def test_what_was_trained_in_float8_is_exported(pool: RankPool, tmp_path: Path) 
     assert ids == build_tokenizer(job.tokenizer).encode("a Llama")
 
 
-def test_training_starts_from_quantized_weights(pool: RankPool, tmp_path: Path) -> None:
+def test_training_starts_from_quantized_weights(pool, tmp_path):
     """Ranks read parts of blocks: shards by FSDP and expert parallelism."""
     layout = (
         "model=deepseek_v3_debug",
@@ -176,7 +176,7 @@ def test_training_starts_from_quantized_weights(pool: RankPool, tmp_path: Path) 
     assert caught.value.failure is not None and caught.value.failure.kind == "user"
 
 
-def test_export_dtype_and_tied_embeddings(pool: RankPool, tmp_path: Path) -> None:
+def test_export_dtype_and_tied_embeddings(pool, tmp_path):
     job = job_of(
         tmp_path, *FSDP2, "model.tied_embeddings=true", *ENDS, "checkpoint.export_dtype=bfloat16"
     )
@@ -188,7 +188,7 @@ def test_export_dtype_and_tied_embeddings(pool: RankPool, tmp_path: Path) -> Non
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_head_that_differs_from_the_table_is_not_dropped(pool: RankPool, tmp_path: Path) -> None:
+def test_a_head_that_differs_from_the_table_is_not_dropped(pool, tmp_path):
     """transformers keeps both tables; only the rank whose rows differ can see it."""
     job = job_of(tmp_path, *FSDP2, "model.tied_embeddings=true", source="hf")
     reference_of(job).save_pretrained(tmp_path / "hf")

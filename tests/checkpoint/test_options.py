@@ -34,9 +34,7 @@ PLAIN = "metrics.console=plain"
 @pytest.mark.parametrize(
     ("mode", "keep", "kept"), [("sync", 0, [1, 3, 6, 8]), ("sync", 3, [3, 6, 8]), ("async", 1, [8])]
 )
-def test_when_checkpoints_are_written_and_kept(
-    tmp_path: Path, mode: str, keep: int, kept: list[int]
-) -> None:
+def test_when_checkpoints_are_written_and_kept(tmp_path, mode, keep, kept):
     often = ("checkpoint.interval=3", "checkpoint.enable_first_step_checkpoint=true")
     run = start(tmp_path, f"checkpoint={mode}", *often, f"checkpoint.keep_latest_k={keep}")
     assert run.checkpoints.steps() == kept
@@ -45,7 +43,7 @@ def test_when_checkpoints_are_written_and_kept(
     assert not (off.path / "checkpoints").exists()
 
 
-def test_what_is_not_purged(tmp_path: Path, finished: Finished) -> None:
+def test_what_is_not_purged(tmp_path, finished):
     """One that is read; the newest complete one, where newer ones are damaged."""
     read = finished(tmp_path / "read", EVERY_2).checkpoints
     with reading(read.path_of(2)):
@@ -61,9 +59,7 @@ def test_what_is_not_purged(tmp_path: Path, finished: Finished) -> None:
     assert [each.step for each in run.checkpoints.complete()[0]] == [4]
 
 
-def test_a_checkpoint_that_is_chosen_from_a_running_run(
-    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_chosen_from_a_running_run(tmp_path, finished, monkeypatch):
     """The run removes the newest one before it is locked; the next newest is chosen, and stays."""
     run = finished(tmp_path, EVERY_2)
     lock = detect.reading
@@ -81,7 +77,7 @@ def test_a_checkpoint_that_is_chosen_from_a_running_run(
     assert run.checkpoints.steps() == [6, 8]
 
 
-def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+def test_a_finished_checkpoint_is_never_written_over(tmp_path):
     """A longer run cannot resume from weights alone; when it reaches their step again, it keeps them."""
     shared = CheckpointFolder(str(tmp_path / "shared"))
     options = (f"checkpoint.folder={shared.path}", EVERY_4)
@@ -95,7 +91,7 @@ def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     assert CheckpointFolder(str(tmp_path / "shared" / "superseded" / "1")).find(8).holds == "model"
 
 
-def test_the_place_is_cleared_when_no_rank_writes(tmp_path: Path) -> None:
+def test_the_place_is_cleared_when_no_rank_writes(tmp_path):
     """Ranks plan in parallel: removing leftovers while another rank creates its folder would fail a save."""
     left = tmp_path / "step-3" / "half"
     left.parent.mkdir()
@@ -108,7 +104,7 @@ def test_the_place_is_cleared_when_no_rank_writes(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_the_folder_is_tried_at_the_start(tmp_path: Path) -> None:
+def test_the_folder_is_tried_at_the_start(tmp_path):
     """Another run writes there, or it cannot be written."""
     shared = CheckpointFolder(str(tmp_path / "shared"))
     shared.hold()
@@ -123,21 +119,21 @@ def test_the_folder_is_tried_at_the_start(tmp_path: Path) -> None:
     assert run.row["exit_reason"] == "failed" and not (run.path / "metrics.jsonl").exists()
 
 
-def test_last_save_model_only_in_another_format(tmp_path: Path) -> None:
+def test_last_save_model_only_in_another_format(tmp_path):
     """Trap 16: the requested format is written."""
     options = (EVERY_4, "checkpoint.last_save_model_only=true", "checkpoint.export_dtype=bfloat16")
     run = start(tmp_path, *options)
     last = run.checkpoints.find(8)
     assert last.holds == "model"
     facts = dcp.FileSystemReader(last.path).read_metadata().state_dict_metadata
-    assert {entry.properties.dtype for entry in facts.values()} == {torch.bfloat16}  # type: ignore[union-attr]
+    assert {entry.properties.dtype for entry in facts.values()} == {torch.bfloat16}
     assert not any(name.startswith(("optimizer", "rng")) for name in facts)
     # No steps are left, which is not an error.
     run.forget_the_end()
     assert start(tmp_path, *options).row["step"] == 8
 
 
-def test_fsspec_urls(tmp_path: Path) -> None:
+def test_fsspec_urls(tmp_path):
     url = f"memory://{tmp_path.name}"
     options = (f"checkpoint.folder={url}", EVERY_4, "checkpoint.keep_latest_k=1")
     whole = start(tmp_path, *options).losses
@@ -155,9 +151,7 @@ def test_fsspec_urls(tmp_path: Path) -> None:
 # -- saves that fail ----
 
 
-def test_failed_saves_by_policy(
-    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_saves_by_policy(tmp_path, finished, monkeypatch):
     """A temporarily full disk costs one checkpoint, a permanently full one the run; earlier ones stay."""
 
     class Full(save.Writer):
@@ -223,16 +217,7 @@ def no_room(*_: Any, **__: Any) -> None:
         ("Writer", Broken, "sync", EXIT_BUG, "bug", "a bug"),
     ],
 )
-def test_saves_that_end_the_run(
-    part: str,
-    instead: Any,
-    mode: str,
-    code: int,
-    kind: str,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-) -> None:
+def test_saves_that_end_the_run(part, instead, mode, code, kind, says, tmp_path, monkeypatch):
     monkeypatch.setattr(f"harness.checkpoint.save.{part}", instead)
     run = start(tmp_path, f"checkpoint={mode}", EVERY_2, "checkpoint.max_failed_saves=0", code=code)
     assert run.error["kind"] == kind and says in run.error["traceback"]
@@ -243,7 +228,7 @@ def test_saves_that_end_the_run(
 # -- starting and resuming ----
 
 
-def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path, finished: Finished) -> None:
+def test_load_step_goes_back_and_keeps_what_came_later(tmp_path, finished):
     whole = finished(tmp_path, EVERY_2).losses
     said = failed(tmp_path, EVERY_2, "checkpoint.load_step=5")
     assert said.startswith("checkpoint.load_step=5: there is no complete checkpoint of that step")
@@ -261,7 +246,7 @@ def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path, finished:
     assert len(list((run.path / "checkpoints" / "superseded").rglob("step-*"))) == 6
 
 
-def test_excluded_parts_are_not_taken_once(tmp_path: Path, finished: Finished) -> None:
+def test_excluded_parts_are_not_taken_once(tmp_path, finished):
     run = finished(tmp_path, EVERY_4)
     whole = run.losses
     run.forget_the_end(8)
@@ -281,9 +266,7 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path, finished: Finished) -
     assert start(tmp_path, *options).losses == changed
 
 
-def test_sizes_follow_the_step_where_the_data_begins_again(
-    tmp_path: Path, finished: Finished
-) -> None:
+def test_sizes_follow_the_step_where_the_data_begins_again(tmp_path, finished):
     options = (
         EVERY_4,
         "schedule.batch_size=[{until_step:3,sequences:4},{until_step:6,sequences:6}]",
@@ -295,7 +278,7 @@ def test_sizes_follow_the_step_where_the_data_begins_again(
     assert [(each[5], each[8]) for each in sizes] == [(6, 8), (16, 32)]
 
 
-def test_the_optimizer_and_the_counters_can_be_left_out(tmp_path: Path, finished: Finished) -> None:
+def test_the_optimizer_and_the_counters_can_be_left_out(tmp_path, finished):
     run = finished(tmp_path / "first", EVERY_4)
     whole = run.losses
     run.forget_the_end(8)
@@ -313,7 +296,7 @@ def test_the_optimizer_and_the_counters_can_be_left_out(tmp_path: Path, finished
     assert other.start_step == third.start_step == 0
 
 
-def test_seed_checkpoint(tmp_path: Path, finished: Finished) -> None:
+def test_seed_checkpoint(tmp_path, finished):
     plain = finished(tmp_path / "plain")
     seed = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
     assert seed.checkpoints.steps() == [0]
@@ -336,7 +319,7 @@ def test_seed_checkpoint(tmp_path: Path, finished: Finished) -> None:
     assert run.superseded() == ["step-8"]  # moved aside, not removed
 
 
-def test_initial_load_of_weights_and_of_everything(tmp_path: Path, finished: Finished) -> None:
+def test_initial_load_of_weights_and_of_everything(tmp_path, finished):
     run = finished(tmp_path / "first", EVERY_4)
     # A run folder means its newest checkpoint.
     tuned = start(tmp_path / "a", "training.seed=2", f"checkpoint.initial_load_path={run.path}")
@@ -351,9 +334,7 @@ def test_initial_load_of_weights_and_of_everything(tmp_path: Path, finished: Fin
     assert again.row["resumed_from"] == str(again.step(8))
 
 
-def test_a_run_goes_on_from_another_layout_of_the_same_experiment(
-    tmp_path: Path, finished: Finished
-) -> None:
+def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path, finished):
     first = finished(tmp_path, EVERY_4)
     whole = first.losses
     # Other executions of the same numerics. No other run resumes from a completed one, a result of its own.
@@ -369,9 +350,7 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(
 # -- other jobs ----
 
 
-def test_notes_say_how_to_go_on_from_an_earlier_run(
-    tmp_path: Path, finished: Finished, capsys: Any
-) -> None:
+def test_notes_say_how_to_go_on_from_an_earlier_run(tmp_path, finished, capsys):
     first = finished(tmp_path)
     assert start(tmp_path, "training.steps=10", PLAIN).start_step == 0
     said = capsys.readouterr().out
@@ -387,7 +366,7 @@ def test_notes_say_how_to_go_on_from_an_earlier_run(
     assert "checkpoint.allow_changed=[optimizer.lr]" in said
 
 
-def test_a_longer_run_of_the_same_curve_goes_on_without_permission(tmp_path: Path) -> None:
+def test_a_longer_run_of_the_same_curve_goes_on_without_permission(tmp_path):
     curve = ("schedule.total_steps=8", EVERY_2)
     long = start(tmp_path / "long", *curve)
     short = start(tmp_path / "short", *curve, "training.steps=4")
@@ -397,7 +376,7 @@ def test_a_longer_run_of_the_same_curve_goes_on_without_permission(tmp_path: Pat
     assert again.losses == {step: loss for step, loss in long.losses.items() if step > 4}
 
 
-def test_other_numerics_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_numerics_are_refused_by_name(tmp_path):
     shared = f"checkpoint.folder={tmp_path / 'shared'}"
     start(tmp_path, shared)
     longer = ("training.steps=12", "optimizer.lr=0.02", shared)
@@ -410,7 +389,7 @@ def test_other_numerics_are_refused_by_name(tmp_path: Path) -> None:
     assert "checkpoint.allow_changed=no.field: no numerics field has this name" in said
 
 
-def test_numerics_of_an_older_version_are_refused_too() -> None:
+def test_numerics_of_an_older_version_are_refused_too():
     """A checkpoint of a job with another value of a field that is gone was trained in another way."""
     job = jobs.tiny()
     plain = job.to_dict()
@@ -421,7 +400,7 @@ def test_numerics_of_an_older_version_are_refused_too() -> None:
         refuse_other_numerics(job, checkpoint)
 
 
-def test_a_changed_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+def test_a_changed_batch_goes_on_with_the_next_sample(tmp_path):
     shared = CheckpointFolder(str(tmp_path / "shared"))
     options = (f"checkpoint.folder={shared.path}", "data.mask_fraction=0")
     allowed = "checkpoint.allow_changed=[training.global_batch_size]"
@@ -431,7 +410,7 @@ def test_a_changed_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     assert shared.find(8).state["data_loader"]["samples"] == 4 * 6 + 4 * 4
 
 
-def test_another_model_is_refused(tmp_path: Path, finished: Finished) -> None:
+def test_another_model_is_refused(tmp_path, finished):
     path = finished(tmp_path / "first").step(8)
     said = failed(tmp_path, "model.rope.theta=20000", f"checkpoint.initial_load_path={path}")
     assert "model.rope.theta=500000 there and 20000" in said.replace(".0", "")

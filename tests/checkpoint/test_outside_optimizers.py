@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_numbers_in_groups_are_resumed(pool: RankPool, tmp_path: Path, layout: str) -> None:
+def test_numbers_in_groups_are_resumed(pool, tmp_path, layout):
     overrides = [*LAYOUTS[layout], "optimizer.kind=counting"]
     straight = run(pool, tmp_path / "straight", *overrides)
     run(pool, tmp_path / "stopped", *overrides, stop=3)
@@ -46,9 +46,7 @@ def test_numbers_in_groups_are_resumed(pool: RankPool, tmp_path: Path, layout: s
 @pytest.mark.parametrize(
     "kind, text", [("hoarding", "keeps 'last'"), ("listing", "keeps history=list")]
 )
-def test_what_a_checkpoint_would_lose_is_refused_after_the_first_update(
-    pool: RankPool, tmp_path: Path, kind: str, text: str
-) -> None:
+def test_what_a_checkpoint_would_lose_is_refused_after_the_first_update(pool, tmp_path, kind, text):
     """And no later: the second update of these optimizers raises another error."""
     with pytest.raises(RankFailed, match=f"optimizer.kind={kind}: {text}"):
         run(pool, tmp_path, f"optimizer.kind={kind}", "parallelism=fsdp", "parallelism.dp_shard=2")

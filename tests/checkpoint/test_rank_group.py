@@ -11,7 +11,6 @@ from jobs import tiny
 from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.checkpoint.state import RankGroup
 from harness.config.job import Job
-from harness.launch.pool import RankPool
 from harness.model.spec import tensor_shapes
 from harness.tools.inference.model import InferenceModel
 from harness.util.errors import UserError
@@ -34,14 +33,14 @@ def fail_on_the_second() -> list[str]:
     ranks, raised = RankGroup(60), []
     for error in ERRORS:
         try:
-            ranks.everywhere(lambda error=error: _raise(error) if ranks.rank == 1 else None)  # type: ignore[misc]
+            ranks.everywhere(lambda error=error: _raise(error) if ranks.rank == 1 else None)
         except Exception as caught:
             raised.append(f"{type(caught).__name__}: {caught}")
     ranks.everywhere(lambda: None)
     return raised
 
 
-def test_an_error_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(pool):
     first, second = pool.run(2, fail_on_the_second)
     known = [
         "UserError: x=1: refused (rank 1)",
@@ -57,7 +56,7 @@ def load(job: Job) -> str:
     model = InferenceModel(job, torch.device("cpu"))
     weights = Held({name: torch.zeros(shape) for name, shape in tensor_shapes(job.model).items()})
     if model.ranks.rank == 1:
-        weights.read = lambda name: _raise(UserError(f"a.pth: {name} is damaged"))  # type: ignore[assignment]
+        weights.read = lambda name: _raise(UserError(f"a.pth: {name} is damaged"))
     with mock.patch("harness.tools.inference.model.open_source", lambda *_: weights):
         try:
             model.load(WeightFolder("meta", "folder", {}))
@@ -66,7 +65,7 @@ def load(job: Job) -> str:
     return ""
 
 
-def test_weights_that_one_rank_cannot_read(pool: RankPool) -> None:
+def test_weights_that_one_rank_cannot_read(pool):
     """Meta's files and DCP checkpoints of other software are read without a collective."""
     job = tiny("parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=2")
     assert pool.run(2, load, job) == ["a.pth: tok_embeddings.weight is damaged (rank 1)"] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from local_runs import Run, start
@@ -59,9 +58,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
-    pool: RankPool, tmp_path: Path, layout: str
-) -> None:
+def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(pool, tmp_path, layout):
     straight = run(pool, tmp_path / "straight", *LAYOUTS[layout], "checkpoint.enable=false")
     # A validated step is saved: validation leaves modules gathered unless the engine frees them.
     validating = ("validation.interval=1", "validation.steps=1", "checkpoint.interval=2")
@@ -102,7 +99,7 @@ SCHEDULE = (
 TRAINED = Sizes(8, 32, [(3, 4), (6, 6)], [(2, 8), (5, 16)]).tokens(9)
 
 
-def test_every_phase_of_scheduled_sizes_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
+def test_every_phase_of_scheduled_sizes_resumes_bitwise(pool, tmp_path):
     """Trap 13: a second resume must not start the data over."""
     straight = run(
         pool, tmp_path / "straight", *SCHEDULE, "parallelism=fsdp", "checkpoint=disabled"
@@ -137,9 +134,7 @@ runpy.run_module("harness.train", run_name="__main__", alter_sys=True)
 """
 
 
-def test_killed_inside_a_save_and_resumed_is_the_run_that_was_left_alone(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_killed_inside_a_save_and_resumed_is_the_run_that_was_left_alone(tmp_path, capsys):
     typed = (
         "model.n_layers=1",
         "checkpoint.interval=2",
@@ -196,9 +191,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_resuming_on_another_layout_goes_on_with_the_same_curve(
-    pool: RankPool, tmp_path: Path, name: str
-) -> None:
+def test_resuming_on_another_layout_goes_on_with_the_same_curve(pool, tmp_path, name):
     common, *layouts = CHAINS[name]
     common = (f"training.steps={len(layouts)}", *common)
     [whole] = run(pool, tmp_path / "whole", *common, "checkpoint=disabled")
@@ -220,7 +213,7 @@ def test_resuming_on_another_layout_goes_on_with_the_same_curve(
     assert biases.items() <= outcome.state.items()
 
 
-def test_streams_go_on_where_they_were(pool: RankPool, tmp_path: Path) -> None:
+def test_streams_go_on_where_they_were(pool, tmp_path):
     """Every rank holds the positions of its own rows; the checkpoint holds those of all."""
     (tmp_path / "corpus").mkdir()
     documents = [{"text": f"{number} " * (number % 17 + 3)} for number in range(400)]

@@ -39,7 +39,7 @@ def run(
     return (ended.value.code, *capfd.readouterr())
 
 
-def test_every_verb_is_in_the_table() -> None:
+def test_every_verb_is_in_the_table():
     harness = Path(__file__).parents[2] / "harness"
     declaring = [path for path in harness.rglob("*.py") if "\nVERB = Verb(" in path.read_text()]
     assert len(declaring) == len(list(TABLE)) >= 15
@@ -61,21 +61,12 @@ def test_every_verb_is_in_the_table() -> None:
         ("--fails --json", EXIT_MACHINE, JSON, "working in here\nchild\nerror: the disk is full\n"),
     ],
 )
-def test_a_result(
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    flags: str,
-    code: int,
-    out: str,
-    err: str,
-) -> None:
+def test_a_result(monkeypatch, capfd, flags, code, out, err):
     """With --json, it is all of standard output."""
     assert run(monkeypatch, capfd, "here", *flags.split()) == (code, out, err)
 
 
-def test_help_and_version(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_help_and_version(monkeypatch, capfd):
     code, out, _ = run(monkeypatch, capfd, "--help")
     assert code == 0 and f"\n{HELP}\n" in out
     assert all(flag in out for flag in ("--fails", "--json", "--version", "folder"))
@@ -83,7 +74,7 @@ def test_help_and_version(
     assert code == 0 and "\nharness " in out
 
 
-def test_flags_and_overrides_in_any_order() -> None:
+def test_flags_and_overrides_in_any_order():
     line = VERBS["plan"].parse(
         ["a=1", "--cfg", "job", "~b", "-p=model", "+c=-1", "d=--x", "--json"]
     )

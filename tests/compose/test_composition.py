@@ -67,7 +67,7 @@ def by_hydra(primary: str, typed: list[str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own(tmp_path_factory):
     return written(tmp_path_factory.mktemp("own"), FILES)
 
 
@@ -88,7 +88,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train", "experiment=quickstart parallelism.tp=${model.n_heads} name=a-${training.seed}"),
     ],
 )
-def test_files_and_values(primary: str, typed: str, own: Path) -> None:
+def test_files_and_values(primary, typed, own):
     with search_path([], primary, folders=[str(own)]):
         composed = Composer(primary, SCHEMAS[primary]).config(typed.split())
         again = Composer(primary, SCHEMAS[primary]).config(typed.split())
@@ -97,7 +97,7 @@ def test_files_and_values(primary: str, typed: str, own: Path) -> None:
 
 @pytest.mark.parametrize("primary", ["train", "parity"])
 @pytest.mark.parametrize("rest", [[], ["experiment=quickstart"]])
-def test_options_of_all_groups_together(primary: str, rest: list[str]) -> None:
+def test_options_of_all_groups_together(primary, rest):
     """Option n of every group."""
     chosen = {
         group: options_of(group) for group in groups() if group not in ("experiment", "sweep")
@@ -113,7 +113,7 @@ def test_options_of_all_groups_together(primary: str, rest: list[str]) -> None:
         )
 
 
-def test_points_are_what_composing_each_of_them_gives() -> None:
+def test_points_are_what_composing_each_of_them_gives():
     typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "+user.a=x"]
     # Set groups by option and by value, with experiments that set fields of other groups.
     mixed = [
@@ -132,7 +132,7 @@ def test_points_are_what_composing_each_of_them_gives() -> None:
     assert [point.job.data.kind for point in points[4:6]] == ["synthetic"] * 2
 
 
-def test_a_value_has_an_effect_in_some_point_of_a_sweep() -> None:
+def test_a_value_has_an_effect_in_some_point_of_a_sweep():
     """So an option of one layout may be typed for a sweep over layouts."""
     points = compose_points(["parallelism=single,cp", "parallelism.cp_method=ulysses"])
     assert [point.job.parallelism.cp for point in points] == [1, 2]
@@ -144,7 +144,7 @@ def test_a_value_has_an_effect_in_some_point_of_a_sweep() -> None:
 @pytest.mark.parametrize(
     "text", ["12.10", "12e4567", "1e-4", "1_000", "+5", "true", "NaN", "a:1.10"]
 )
-def test_a_text_is_what_was_typed(text: str) -> None:
+def test_a_text_is_what_was_typed(text):
     typed = [
         f"name={text}",
         f"tags=[{text}, {text}]",
@@ -159,7 +159,7 @@ def test_a_text_is_what_was_typed(text: str) -> None:
     ]
 
 
-def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
+def test_a_changed_file_is_composed_again(tmp_path):
     typed = [f"hydra.searchpath=[{tmp_path}]", "experiment=own", "model=llama3_tiny"]
     for seed in (1, 23):
         written(tmp_path, {"experiment/own": f"# @package _global_\ntraining:\n  seed: {seed}\n"})
@@ -183,7 +183,7 @@ COMMON = ["model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.devi
         ("int(choice(1.0,2.0))", [1, 2]),
     ],
 )
-def test_functions_of_numbers(axis: str, seeds: list[int]) -> None:
+def test_functions_of_numbers(axis, seeds):
     assert seeds_of(f"training.seed={axis}") == seeds
 
 
@@ -191,7 +191,7 @@ def seeds_of(axis: str) -> list[int]:
     return [point.job.training.seed for point in compose_points([*COMMON, axis])]
 
 
-def test_functions_of_options_and_order() -> None:
+def test_functions_of_options_and_order():
     jobs = [
         each.job for each in compose_points([*COMMON, "precision=glob([bf16*,fp32],exclude=*full)"])
     ]
@@ -201,7 +201,7 @@ def test_functions_of_options_and_order() -> None:
 
 
 @pytest.mark.parametrize("params", ["3", "[1]", "{points: 3}", "{points: null}"])
-def test_no_axes_in_a_file(params: str, tmp_path: Path) -> None:
+def test_no_axes_in_a_file(params, tmp_path):
     written(
         tmp_path, {"sweep/own": f"# @package _global_\nhydra: {{sweeper: {{params: {params}}}}}\n"}
     )

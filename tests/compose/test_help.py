@@ -20,7 +20,7 @@ def shown(capsys: pytest.CaptureFixture[str], verb: str, *arguments: str) -> str
 
 
 @pytest.mark.parametrize("verb", [name for name in VERBS if VERBS[name].job is not None])
-def test_a_screen(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_a_screen(capsys, verb):
     lines = shown(capsys, verb).splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 110
     assert lines[0].startswith(f"usage: harness {verb} [GROUP=OPTION ...] [FIELD=VALUE ...]")
@@ -29,7 +29,7 @@ def test_a_screen(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     )  # Python 3.13 names it once
 
 
-def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_a_field_and_all(capsys):
     group = shown(capsys, "train", "precision")
     assert (
         "\n  bf16               Compute in bfloat16; parameters and reductions in float32.\n"
@@ -47,7 +47,7 @@ def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["--help", "sweep --help", "doctor --help"])
-def test_help_without_docstrings(arguments: str) -> None:
+def test_help_without_docstrings(arguments):
     command = ["-m", "harness", *arguments.split()]
     plain, stripped = (
         subprocess.check_output([sys.executable, *flags, *command], text=True)
@@ -56,7 +56,7 @@ def test_help_without_docstrings(arguments: str) -> None:
     assert plain == stripped
 
 
-def test_docstrings_are_no_data() -> None:
+def test_docstrings_are_no_data():
     """A name, a key or a text that a user sees is declared; ``python -OO`` has no docstrings."""
     files = list(Path(harness.__file__).parent.rglob("*.py"))
     assert len(files) > 200 and not [file for file in files if "__doc__" in file.read_text()]

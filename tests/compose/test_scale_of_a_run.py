@@ -32,7 +32,7 @@ def dense_parameters(model: ModelConfig) -> int:
     return model.n_layers * block + model.dim
 
 
-def test_counts_are_those_of_the_tensors() -> None:
+def test_counts_are_those_of_the_tensors():
     families = [compose_job([*BIG, f"model={name}"]).model for name in FAMILIES]
     for model in (
         *families,
@@ -45,7 +45,7 @@ def test_counts_are_those_of_the_tensors() -> None:
         assert count(model, "active") == counted.active_parameters - tables
 
 
-def test_a_flux_keeps_its_proportions() -> None:
+def test_a_flux_keeps_its_proportions():
     """Its blocks are of two kinds, of different sizes."""
     typed = (
         "model=flux_schnell",
@@ -61,7 +61,7 @@ def test_a_flux_keeps_its_proportions() -> None:
     assert made.head_width == own.head_width and made.ffn_hidden_dim == 4 * made.dim
 
 
-def test_sizes_of_a_family_keep_its_proportions() -> None:
+def test_sizes_of_a_family_keep_its_proportions():
     composer = Composer()
     own = composer.job([*BIG, "model=llama3_8b"]).model
     for wanted in (3e8, 7e10):
@@ -96,7 +96,7 @@ def model_of_70b(composer: Composer) -> ModelConfig:
         ("qwen3_0p6b", 5e7),
     ],
 )
-def test_other_kinds_of_blocks_are_resized_to_valid_models(model: str, wanted: float) -> None:
+def test_other_kinds_of_blocks_are_resized_to_valid_models(model, wanted):
     own = compose_job([*BIG, f"model={model}"]).model
     made = compose_job([*BIG, f"model={model}", f"scale.parameters={wanted:.0f}"]).model
     assert count(made, "non_embedding") == pytest.approx(wanted, rel=0.1)
@@ -109,7 +109,7 @@ def test_other_kinds_of_blocks_are_resized_to_valid_models(model: str, wanted: f
         assert count(made, "active") < count(made, "non_embedding") < count(made, "all")
 
 
-def test_a_scaled_job_is_the_job_with_its_fields_typed() -> None:
+def test_a_scaled_job_is_the_job_with_its_fields_typed():
     """Identity, and so the run folder, do not know how a size was chosen."""
     typed = ("model=llama3_debug", *BIG, "scale.parameters=1M", "scale.warmup_ratio=0.1")
     scaled = compose_job([*typed, "scale.tokens_per_parameter=2", "scale.lr_exponent=-0.5"])
@@ -145,7 +145,7 @@ def compute(job: Job) -> float:
     )
 
 
-def test_isoflop_points_have_the_compute_and_straddle_the_tokens_per_parameter() -> None:
+def test_isoflop_points_have_the_compute_and_straddle_the_tokens_per_parameter():
     points = compose_points(["sweep=isoflop", "model=llama3_8b", *BIG, "scale.flops=1e19"])
     jobs = [point.job for point in points]
     for job, wanted in zip(jobs, (5, 10, 20, 40, 80), strict=True):
@@ -157,13 +157,13 @@ def test_isoflop_points_have_the_compute_and_straddle_the_tokens_per_parameter()
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 4 * sizes[-1]
 
 
-def test_tokens_follow_from_compute_and_size() -> None:
+def test_tokens_follow_from_compute_and_size():
     job = tiny("scale.flops=1e12", "scale.parameters=40k", "training.seq_len=64")
     assert compute(job) == pytest.approx(1e12, rel=0.01)
     assert count(job.model, "non_embedding") == pytest.approx(40_000, rel=0.1)
 
 
-def test_step_law_has_the_published_values() -> None:
+def test_step_law_has_the_published_values():
     """lr = 1.79 N^-0.713 D^0.307 and B = 0.58 D^0.571 tokens (arXiv:2503.04715, equation 1)."""
     job = compose_job(
         [
@@ -182,7 +182,7 @@ def test_step_law_has_the_published_values() -> None:
     assert job.global_batch_size == 4096
 
 
-def test_the_typed_length_wins_over_a_file() -> None:
+def test_the_typed_length_wins_over_a_file():
     """An experiment sets steps; a sweep sets tokens per parameter."""
     quick = compose_job(["experiment=quickstart", "scale.tokens_per_parameter=1"])
     assert quick.steps == math.ceil(count(quick.model, "non_embedding") / (4 * 256))

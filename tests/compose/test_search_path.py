@@ -38,11 +38,11 @@ def written(folder: Path, texts: dict[str, str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own(tmp_path_factory):
     return written(tmp_path_factory.mktemp("own"), TEXTS)
 
 
-def test_own_primary_config_with_its_own_group(own: Path) -> None:
+def test_own_primary_config_with_its_own_group(own):
     typed = [f"hydra.searchpath=[{own}]", *VALID]
     job = compose_job([*typed, "ablation=a"], config_name="own_train")
     assert (job.model.n_layers, job.training.steps, job.training.seed) == (5, 9, 77)
@@ -54,7 +54,7 @@ def test_own_primary_config_with_its_own_group(own: Path) -> None:
     assert [point.job.training.seed for point in points] == [5, 6]
 
 
-def test_the_first_folder_with_a_name_is_used(own: Path, tmp_path: Path) -> None:
+def test_the_first_folder_with_a_name_is_used(own, tmp_path):
     """conf/ comes first, then --config-dir, then the search path, in its order."""
     other = written(tmp_path, {"model/mine": "defaults: [llama3_tiny, _self_]\nn_layers: 7\n"})
     for path, flags, layers in (
@@ -68,9 +68,7 @@ def test_the_first_folder_with_a_name_is_used(own: Path, tmp_path: Path) -> None
             assert compose_job([*typed, *VALID]).model.n_layers == layers
 
 
-def test_a_primary_config_names_its_search_path(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_primary_config_names_its_search_path(own, tmp_path, monkeypatch):
     text = "defaults: [train, _self_, override model: mine]\nhydra: {searchpath: ['file://${oc.env:OWN}']}\n"
     folder = written(tmp_path, {"from_primary": text})
     monkeypatch.setenv("OWN", str(own))
@@ -85,9 +83,7 @@ def test_a_primary_config_names_its_search_path(
         compose_job([*typed, *VALID], config_name="from_primary")
 
 
-def test_folder_of_a_package_that_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_a_package_that_is_not_imported(tmp_path, monkeypatch):
     package = tmp_path / "my_models_package"
     written(package / "conf", TEXTS)
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -99,9 +95,7 @@ def test_folder_of_a_package_that_is_not_imported(
 
 
 @pytest.mark.parametrize("name", ["a b", "it's", "ü,[x]", "back\\slash", "a=b:c"])
-def test_recorded_search_paths_are_read_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_search_paths_are_read_again(name, tmp_path, monkeypatch):
     folder = written(tmp_path / name, TEXTS)
     monkeypatch.chdir(tmp_path)
     with search_path(["model=mine"], "train", folders=[name]) as recorded:
@@ -113,7 +107,7 @@ def test_recorded_search_paths_are_read_again(
     assert point.job.model.n_layers == 3 and point.overrides[0] == recorded[0]
 
 
-def test_options_are_listed_and_checked(own: Path) -> None:
+def test_options_are_listed_and_checked(own):
     setting = f"hydra.searchpath=[{own}]"
     with search_path([setting], "train"):
         assert {"mine", "deep", "llama3_tiny"} <= set(options_of("model"))
@@ -135,7 +129,7 @@ def test_options_are_listed_and_checked(own: Path) -> None:
     assert [point.job.model.name for point in points] == ["mine"]
 
 
-def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path: Path) -> None:
+def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path):
     written(
         tmp_path, {"experiment/late": "# @package _global_\nhydra:\n  searchpath: [file://x]\n"}
     )
@@ -143,7 +137,7 @@ def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path: Path)
         compose_job([f"hydra.searchpath=[{tmp_path}]", "experiment=late"])
 
 
-def test_files_that_are_not_used_are_named(own: Path) -> None:
+def test_files_that_are_not_used_are_named(own):
     with search_path([f"hydra.searchpath=[{own}]"], "train"):
         assert shadowed() == (
             f"{own}/model/llama3_8b.yaml: not used, {conf_dir()}/model/llama3_8b.yaml has the same name "
@@ -168,9 +162,7 @@ def ran(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_the_command_line(
-    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line(own, monkeypatch, capsys):
     flags = ["-cd", str(own), "-cn", "own_train", *VALID]
     job, overrides = ran(flags, monkeypatch)
     assert job.model.n_layers == 5
@@ -222,9 +214,7 @@ def test_the_command_line(
         ("cluster", 'time: "24:00:00"', "", ""),
     ],
 )
-def test_a_value_of_a_file_has_the_effect_that_it_says(
-    name: str, content: str, typed: str, error: str, tmp_path: Path
-) -> None:
+def test_a_value_of_a_file_has_the_effect_that_it_says(name, content, typed, error, tmp_path):
     head = "# @package _global_\n" if name == "experiment" else ""
     written(tmp_path, {f"{name}/mine": f"{head}{content}\n"})
     overrides = [f"hydra.searchpath=[{tmp_path}]", *VALID, f"{name}=mine", *typed.split()]

@@ -63,12 +63,12 @@ NCCL = (
         (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED, {}),
     ],
 )
-def test_classes(error: BaseException, kind: str, code: int, more: dict[str, str]) -> None:
+def test_classes(error, kind, code, more):
     row = describe_failure(error)
     assert {"kind": kind, "exit_code": code, **more}.items() <= row.items()
 
 
-def test_a_failed_allocation_is_named() -> None:
+def test_a_failed_allocation_is_named():
     with pytest.raises(RuntimeError) as failed:
         torch.empty(2**60)
     row = describe_failure(failed.value)
@@ -109,9 +109,7 @@ def raised_over(inner: BaseException, outer: BaseException, *, explicit: bool) -
         (KeyError("layers.0"), RuntimeError("wrapped"), "bug", EXIT_BUG),
     ],
 )
-def test_an_exception_over_another(
-    inner: BaseException, outer: BaseException, kind: str, code: int, explicit: bool
-) -> None:
+def test_an_exception_over_another(inner, outer, kind, code, explicit):
     """torch wraps the error of a pipeline's stage in another."""
     row = describe_failure(raised_over(inner, outer, explicit=explicit))
     assert (row["kind"], row["exit_code"]) == (kind, code)
@@ -132,5 +130,5 @@ def test_an_exception_over_another(
         ("srun: error: Timed out waiting for job step to complete", None),
     ],
 )
-def test_kind_of_text(text: str, kind: str | None) -> None:
+def test_kind_of_text(text, kind):
     assert kind_of_text(text) == kind

@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,14 +79,14 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("role", "override"), [(role, each) for role, text in CHANGES.items() for each in text.split()]
 )
-def test_ids_cover_what_the_role_says(role: str, override: str) -> None:
+def test_ids_cover_what_the_role_says(role, override):
     made, before = job(BATCH, override), job(BATCH)
     assert (made.id == before.id) == (role == LABEL)
     assert (made.numerics_id == before.numerics_id) == (role != NUMERICS)
     assert bool(differing_numerics(made, before)) == (role == NUMERICS)
 
 
-def test_id_covers_resolved_values() -> None:
+def test_id_covers_resolved_values():
     rest = job(BATCH, "cluster.ranks_per_node=4", "parallelism.dp_shard=-1")
     assert (
         rest.id
@@ -99,13 +98,13 @@ def test_id_covers_resolved_values() -> None:
     )
 
 
-def test_id_and_run_dir() -> None:
+def test_id_and_run_dir():
     made = job("name=mine", "runs_dir=/tmp/runs")
     assert len(made.id) == 12 and set(made.id) <= set("0123456789abcdef")
     assert str(made.run_dir) == f"/tmp/runs/mine/{made.id}"
 
 
-def test_every_leaf_has_a_role() -> None:
+def test_every_leaf_has_a_role():
     """With a wrong role, a layout sweep would change an experiment, or one experiment would have two ids."""
     roles = {name: role for name, role, _ in leaves(job())}
     parts = {name.split(".")[0] for name in roles if "." in name}
@@ -125,7 +124,7 @@ def test_every_leaf_has_a_role() -> None:
     assert set(roles.values()) == {NUMERICS, EXECUTION, LABEL}
 
 
-def test_a_new_field_with_its_default_changes_no_id() -> None:
+def test_a_new_field_with_its_default_changes_no_id():
     @dataclasses.dataclass(frozen=True)
     class Part:
         old: int | None = numerics(None)
@@ -141,7 +140,7 @@ def test_a_new_field_with_its_default_changes_no_id() -> None:
     assert identity(Part(), (EXECUTION,)) == []
 
 
-def test_a_leaf_without_a_role_is_refused() -> None:
+def test_a_leaf_without_a_role_is_refused():
     @dataclasses.dataclass
     class Part:
         fine: int = numerics(1)
@@ -155,7 +154,7 @@ def test_a_leaf_without_a_role_is_refused() -> None:
         list(leaves(Parent()))
 
 
-def test_every_field_is_documented() -> None:
+def test_every_field_is_documented():
     """A field's docstring is the string that follows it in the source."""
     made = job()
     values = [
@@ -164,7 +163,7 @@ def test_every_field_is_documented() -> None:
         made.cluster.hardware,
     ]
     for part in {type(value) for value in values if dataclasses.is_dataclass(value)}:
-        body = ast.parse(inspect.getsource(part)).body[0].body  # type: ignore[attr-defined]
+        body = ast.parse(inspect.getsource(part)).body[0].body
         for statement, following in zip(body, [*body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign):
                 documented = isinstance(following, ast.Expr) and isinstance(
@@ -187,7 +186,7 @@ STAGES = "parallelism.pp_modules_per_stage=[[tok_embeddings],[layers.0,norm,outp
         "parallelism=fsdp cluster.ranks_per_node=4 training.global_batch_size=null",
     ],
 )
-def test_json_round_trip(overrides: str) -> None:
+def test_json_round_trip(overrides):
     """What is read is resolved already."""
     made = job(*overrides.split())
     text = made.to_json()
@@ -198,7 +197,7 @@ def test_json_round_trip(overrides: str) -> None:
     assert back.to_json() == text
 
 
-def test_older_json_opens() -> None:
+def test_older_json_opens():
     """A field or a value that is gone does not close a folder, unless the run depended on it."""
     made = job()
     plain = made.to_dict()
@@ -217,7 +216,7 @@ def test_older_json_opens() -> None:
         Job.from_json(json.dumps(plain))
 
 
-def test_damaged_json_is_refused(tmp_path: Path) -> None:
+def test_damaged_json_is_refused(tmp_path):
     (tmp_path / "job.json").write_text("{}")
     another = r"job\.json: damaged, or another version wrote it: name=null: must be"
     with pytest.raises(UserError, match=another):
@@ -243,9 +242,7 @@ def test_damaged_json_is_refused(tmp_path: Path) -> None:
         ({"tp": 2}, 2, 0, 1),
     ],
 )
-def test_the_rest_of_the_world(
-    layout: dict[str, int], ranks: int | None, gpus: int, dp_shard: int
-) -> None:
+def test_the_rest_of_the_world(layout, ranks, gpus, dp_shard):
     before = unresolved(dp_shard=-1, **layout)
     text = before.to_json()
     made = resolve(before, launched_ranks=ranks, gpus=gpus)
@@ -256,7 +253,7 @@ def test_the_rest_of_the_world(
     assert before.to_json() == text, "resolve returns a new job"
 
 
-def test_gpus_do_not_count_when_the_device_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_do_not_count_when_the_device_is_a_cpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert resolve(unresolved(dp_shard=-1)).world_size == 4
     assert resolve(unresolved(dp_shard=-1, device="cpu")).world_size == 2
@@ -265,7 +262,7 @@ def test_gpus_do_not_count_when_the_device_is_a_cpu(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_ranks_that_do_not_fit_are_refused() -> None:
+def test_ranks_that_do_not_fit_are_refused():
     with pytest.raises(
         ConfigError, match=r"parallelism.dp_shard=-1: tp=4 does not divide the world size 6"
     ):
@@ -274,7 +271,7 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
         resolve(unresolved(tp=2), launched_ranks=4)
 
 
-def test_under_torchrun_the_world_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_the_world_is_given(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert job().world_size == 1, "without a rank there is no launcher"
     for name, value in {"RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
@@ -298,9 +295,7 @@ def test_under_torchrun_the_world_is_given(monkeypatch: pytest.MonkeyPatch) -> N
         (16, 16, 1, (16, 16, 1)),
     ],
 )
-def test_batch(
-    total: int | None, local: int | None, replicas: int, expected: tuple[int, int, int]
-) -> None:
+def test_batch(total, local, replicas, expected):
     """Data-parallel ranks share it, others do not."""
     for layout in ({"dp_replicate": replicas}, {"dp_shard": replicas, "tp": 2, "pp": 2}):
         made = resolve(
@@ -314,7 +309,7 @@ def test_batch(
     ("tokens", "steps"),
     [("8192", 8), ("8193", 9), ("20B", 19_531_250), ("1e6", 977), ("0.5K", 1), ("1_024", 1)],
 )
-def test_the_first_steps_that_train_as_many_tokens(tokens: str, steps: int) -> None:
+def test_the_first_steps_that_train_as_many_tokens(tokens, steps):
     made = job(BATCH, f"training.tokens={tokens}", "schedule.warmup_steps=0")
     assert made.steps == steps  # of 16 x 64 tokens
     same = job(BATCH, f"training.steps={steps}", "schedule.warmup_steps=0")
@@ -322,7 +317,7 @@ def test_the_first_steps_that_train_as_many_tokens(tokens: str, steps: int) -> N
     assert resolve(made, gpus=0) == made
 
 
-def test_a_typed_length_replaces_the_one_in_a_file() -> None:
+def test_a_typed_length_replaces_the_one_in_a_file():
     # A new field has id_omits_default=True: without it no run would find its folder.
     assert compose_job(["experiment=quickstart"]).id == "472fb45583b2"
     assert job("experiment=quickstart").steps == 100
@@ -332,7 +327,7 @@ def test_a_typed_length_replaces_the_one_in_a_file() -> None:
     assert other_lengths([parse("training.steps=8")]) == others
 
 
-def test_local_batches_divide_every_scheduled_batch() -> None:
+def test_local_batches_divide_every_scheduled_batch():
     sizes = "schedule.batch_size=[{until_step:5,sequences:4},{until_step:9,sequences:12}]"
     made = job(BATCH, sizes, "parallelism=ddp")
     assert (made.local_batch_size, made.accumulation_steps) == (2, 4)
@@ -340,12 +335,12 @@ def test_local_batches_divide_every_scheduled_batch() -> None:
     assert resolve(made, gpus=0) == made
 
 
-def test_a_job_does_not_change() -> None:
+def test_a_job_does_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        job().training.steps = 3  # type: ignore[misc]
+        job().training.steps = 3
 
 
-def test_another_csv_schedule_is_another_job(tmp_path: Path) -> None:
+def test_another_csv_schedule_is_another_job(tmp_path):
     file, ids = tmp_path / "schedule.csv", set()
     for last in ("1F0,1B0,1F1,1B1", "1F0,1F1,1B0,1B1"):
         file.write_text(f"0F0,0F1,0B0,0B1\n{last}\n")
@@ -354,6 +349,6 @@ def test_another_csv_schedule_is_another_job(tmp_path: Path) -> None:
     assert len(ids) == 2
 
 
-def test_without_validation_no_documents_need_to_be_held_out() -> None:
+def test_without_validation_no_documents_need_to_be_held_out():
     assert job("validation.interval=5").validation.interval == 5
     assert job("data=python_stdlib", "data.validation_fraction=0").validation.interval == 0

@@ -31,7 +31,7 @@ class Paint:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -42,7 +42,7 @@ def provide_blue(packages: Path, name: str, module: str = "") -> None:
     install(packages, name, {"harness.colour": {"blue": f"{name}:BLUE"}}, module)
 
 
-def test_built_in_names_do_not_read_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_names_do_not_read_entry_points(monkeypatch):
     monkeypatch.setattr("importlib.metadata.entry_points", None)
     colours = table()
     assert "red" in colours and "one" in colours
@@ -50,7 +50,7 @@ def test_built_in_names_do_not_read_entry_points(monkeypatch: pytest.MonkeyPatch
     assert colours["one"] == 1
 
 
-def test_plugins_are_found_listed_and_imported_when_used(packages: Path) -> None:
+def test_plugins_are_found_listed_and_imported_when_used(packages):
     entries = {"blue": "many_colours:BLUE", "azure": "none:None"}
     install(packages, "many_colours", {"harness.colour": entries}, "BLUE = 450")
     colours = table(expects="builtins:int")
@@ -61,7 +61,7 @@ def test_plugins_are_found_listed_and_imported_when_used(packages: Path) -> None
     check_rules(Paint("blue"))
 
 
-def test_a_name_that_no_package_has_is_refused_in_one_line(packages: Path) -> None:
+def test_a_name_that_no_package_has_is_refused_in_one_line(packages):
     provide_blue(packages, "few_colours")
     works = "red, one, blue, or install the package that adds it"
     group = "(entry points of group harness.colour)"
@@ -85,7 +85,7 @@ class Brush:
 
 
 @pytest.mark.parametrize("width", [3, 4])
-def test_help_shows_the_options_of_an_entry(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_help_shows_the_options_of_an_entry(monkeypatch, width):
     monkeypatch.setitem(DATA_KINDS._builtins, "brush", DataKind("x:y", options=Brush))
     typed = ["data.kind=brush", "++metrics.views={mlflow: {}}"]
     typed += [] if width == 3 else ["++data.options.width=4"]
@@ -112,9 +112,7 @@ def test_help_shows_the_options_of_an_entry(monkeypatch: pytest.MonkeyPatch, wid
         ),
     ],
 )
-def test_two_packages_with_one_name_are_named(
-    packages: Path, names: dict[str, str], message: str
-) -> None:
+def test_two_packages_with_one_name_are_named(packages, names, message):
     install(packages, "paint_a", {"harness.colour": names})
     install(packages, "paint_b", {"harness.colour": {"blue": "x:y"}})
     with pytest.raises(
@@ -132,14 +130,14 @@ def test_two_packages_with_one_name_are_named(
         ("BLUE = 'blue'", "has broken_paint:BLUE, which is no builtins.int"),
     ],
 )
-def test_a_package_that_does_not_work_is_named(packages: Path, module: str, problem: str) -> None:
+def test_a_package_that_does_not_work_is_named(packages, module, problem):
     provide_blue(packages, "broken_paint", module)
     message = f"paint.colour=blue: the package broken_paint 1.0 {problem}"
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         table(expects="builtins:int")["blue"]
 
 
-def test_an_error_inside_of_the_harness_stays_a_bug() -> None:
+def test_an_error_inside_of_the_harness_stays_a_bug():
     with pytest.raises(ModuleNotFoundError):
         Registry("colour", {"red": "harness.does_not_exist:RED"}, field="paint.colour")["red"]
 
@@ -154,7 +152,7 @@ def resolved(options: dict[str, Any], schema: type | None = Options) -> dict[str
     return resolve_options(options, schema, "paint.options", "paint.colour=blue")
 
 
-def test_options_get_their_defaults() -> None:
+def test_options_get_their_defaults():
     assert resolved({}) == {"momentum": 0.9}
     assert resolved({"momentum": 0.5, "added": 2}) == {"momentum": 0.5, "added": 2}
 
@@ -172,8 +170,6 @@ def test_options_get_their_defaults() -> None:
         ),
     ],
 )
-def test_options_are_checked_like_fields(
-    options: dict[str, Any], schema: type | None, message: str
-) -> None:
+def test_options_are_checked_like_fields(options, schema, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         resolved(options, schema)

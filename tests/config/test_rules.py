@@ -31,7 +31,7 @@ class Fields:
     lists: list[list[float]] = label(factory=list)
 
 
-def test_rules_in_words() -> None:
+def test_rules_in_words():
     assert {field.name: rule_in_words(field) for field in dataclasses.fields(Fields)} == {
         "count": "at least 1",
         "rest": "at least 1, or -1",
@@ -79,13 +79,13 @@ def test_rules_in_words() -> None:
         ("lists", [[1.0], [2**63]], f"lists=[[1.0],[{2**63}]]: must be an integer of 64 bits"),
     ],
 )
-def test_broken_rules(field: str, value: object, message: str) -> None:
+def test_broken_rules(field, value, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(f'test.{message}')}"):
-        check_rules(dataclasses.replace(Fields(), **{field: value}), "test.")  # type: ignore[arg-type]
+        check_rules(dataclasses.replace(Fields(), **{field: value}), "test.")
 
 
 @pytest.mark.parametrize("schema", [Fields, *JOBS.values()])
-def test_defaults_obey_the_rules(schema: type) -> None:
+def test_defaults_obey_the_rules(schema):
     check_rules(schema())
 
 
@@ -98,5 +98,5 @@ def test_defaults_obey_the_rules(schema: type) -> None:
         ((2 * 100_003,), [1, 2, 100_003, 200_006]),
     ],
 )
-def test_divisors(numbers: tuple[int, ...], common: list[int]) -> None:
+def test_divisors(numbers, common):
     assert divisors(*numbers) == common

@@ -43,7 +43,7 @@ def refused(name: str, value: object) -> str:
     return str(caught.value)
 
 
-def test_control_characters_are_refused_in_every_text() -> None:
+def test_control_characters_are_refused_in_every_text():
     """Fields that are null here are strings too."""
     texts = [name for name, _, value in leaves(composed()) if isinstance(value, str)]
     nulls = (
@@ -75,18 +75,16 @@ def test_control_characters_are_refused_in_every_text() -> None:
         ("parallelism.pp_schedule", "1F1B\x00", "parallelism.pp_schedule=1F1B\\x00: "),
     ],
 )
-def test_control_characters_are_refused_inside_lists_and_mappings(
-    name: str, value: object, says: str
-) -> None:
+def test_control_characters_are_refused_inside_lists_and_mappings(name, value, says):
     assert refused(name, value).startswith(says)
 
 
-def test_what_people_write_is_not_refused() -> None:
+def test_what_people_write_is_not_refused():
     for value in ("Zürich 東京 👩‍🔬", "a 'b' \"c\" $HOME #", "data/**/*.txt"):
         validate_texts(with_value(composed(), "name", value))
 
 
-def test_other_verbs_check_their_texts() -> None:
+def test_other_verbs_check_their_texts():
     with pytest.raises(ConfigError, match="repo=a"):
         DownloadJob(repo="a\nb").resolve()
 
@@ -122,7 +120,7 @@ SECRETS += [("name", f"{prefix}{'aB3' * 12}") for prefix in PREFIXES.split()]
 
 
 @pytest.mark.parametrize(("name", "value"), SECRETS)
-def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
+def test_secrets_are_refused_and_not_repeated(name, value):
     with pytest.raises(SecretError) as caught:
         resolve(with_value(composed(), name, value), gpus=0)
     assert not re.search("[Aa][Bb]C?[dD3]|89abc", masked(str(caught.value)))
@@ -133,19 +131,17 @@ def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), read_texts(TAKEN))
-def test_what_is_no_secret_is_taken(name: str, value: object) -> None:
+def test_what_is_no_secret_is_taken(name, value):
     validate_texts(with_value(composed(), name, value))
 
 
-def test_every_known_token_is_documented_and_tested() -> None:
+def test_every_known_token_is_documented_and_tested():
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     assert [prefix for prefix in TOKENS if f"`{prefix}`" not in page] == []
     assert {prefix for prefix in TOKENS if prefix not in PREFIXES} == {"hf_", "AKIA"}
 
 
-def test_the_value_of_a_secret_of_the_environment_is_refused_wherever_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_value_of_a_secret_of_the_environment_is_refused_wherever_it_is(monkeypatch, tmp_path):
     (tmp_path / "job.json").write_text(compose_job([*SMALL, "name='correct horse'"]).to_json())
     monkeypatch.setenv("HF_TOKEN", "correct horse")
     monkeypatch.setenv("MY_KEY", "llama")  # too short to be a secret
@@ -172,9 +168,7 @@ def test_the_value_of_a_secret_of_the_environment_is_refused_wherever_it_is(
         "-m cluster.env.HF_TOKEN=SECRET",
     ],
 )
-def test_a_mistake_does_not_repeat_a_secret(
-    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_does_not_repeat_a_secret(typed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     words = typed.replace("SECRET", SECRET).split(" ", maxsplit=typed.startswith("-m"))
@@ -187,7 +181,7 @@ def test_a_mistake_does_not_repeat_a_secret(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_does_not_write_down_points_with_secrets() -> None:
+def test_a_sweep_does_not_write_down_points_with_secrets():
     """An invalid point is recorded with its overrides, unless they hold a secret."""
     typed = [*SMALL, *SLURM, "parallelism.tp=1,7", f"cluster.env.HF_TOKEN={SECRET}"]
     with pytest.raises(SecretError):
@@ -196,9 +190,7 @@ def test_a_sweep_does_not_write_down_points_with_secrets() -> None:
     assert [point.job is None for point in points] == [False, True]
 
 
-def test_secrets_of_the_environment_are_written_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, SECRET)
     run = compose_job([*SMALL, *SLURM, f"runs_dir={tmp_path}"])

@@ -96,18 +96,18 @@ PUBLISHED = {**MARKED_ONES, "chatml_own": CHATML, "forgetful": FORGETFUL}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     settings = {**CHAT, "bos_token": "<|endoftext|>"}
     return write_huggingface(tmp_path_factory.mktemp("chat"), settings, pads=False).parent
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> Any:
+def theirs(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path) -> Tokenizer:
+def ours(folder):
     return build_tokenizer(huggingface(folder / "tokenizer.json"))
 
 
@@ -150,9 +150,7 @@ def encoded(
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_tokens_are_those_of_transformers(
-    name: str, conversation: str, ours: Tokenizer, theirs: Any, tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_transformers(name, conversation, ours, theirs, tmp_path):
     messages, tools = CONVERSATIONS[conversation]
     config = chat(
         chat_template=template_file(tmp_path, PUBLISHED[name]),
@@ -180,9 +178,7 @@ def test_tokens_are_those_of_transformers(
         ("plain", "one", [" Hello 😀!<|im_end|>"]),
     ],
 )
-def test_the_turns_of_the_assistant_are_learned(
-    template: str, conversation: str, expected: list[str], ours: Tokenizer, tmp_path: Path
-) -> None:
+def test_the_turns_of_the_assistant_are_learned(template, conversation, expected, ours, tmp_path):
     config = chat(
         chat_template=template_file(tmp_path, PUBLISHED[template]), chat_date="2026-01-31"
     )
@@ -195,7 +191,7 @@ def test_the_turns_of_the_assistant_are_learned(
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "tiktoken"])
-def test_tokenizers_without_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
+def test_tokenizers_without_a_tokenizer_json(kind, tmp_path):
     merged = write_tiktoken(tmp_path / "ranks") if kind == "tiktoken" else None
     tokenizer = build_tokenizer(merged or config_of(kind, tmp_path))
     messages = [user("Hi é☃ the\n\n"), assistant(" x▁y 😀"), user("  more"), assistant("ok")]
@@ -208,7 +204,7 @@ def test_tokenizers_without_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
     ]
 
 
-def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_changes_text_is_refused(tmp_path):
     tokenizer = build_tokenizer(
         write_sentencepiece(tmp_path / "prefix.model", add_dummy_prefix=True)
     )
@@ -226,7 +222,7 @@ def found(folder: Path, **fields: Any) -> Any:
     return template_of(chat(**fields), tokenizer)
 
 
-def test_the_repository_has_the_template(folder: Path, tmp_path: Path) -> None:
+def test_the_repository_has_the_template(folder, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -262,7 +258,7 @@ def test_the_repository_has_the_template(folder: Path, tmp_path: Path) -> None:
         ({"chat_template": "deep.jinja"}, "is not a Jinja template: maximum recursion depth"),
     ],
 )
-def test_a_template_that_cannot_be_used(fields: dict[str, Any], message: str, folder: Path) -> None:
+def test_a_template_that_cannot_be_used(fields, message, folder):
     Path("bad.jinja").write_text("{% for %}")
     Path("deep.jinja").write_text(f"{{{{ {'(' * 3000}1{')' * 3000} }}}}")
     with pytest.raises(DataError, match=message) as caught:
@@ -270,7 +266,7 @@ def test_a_template_that_cannot_be_used(fields: dict[str, Any], message: str, fo
     assert "\n" not in str(caught.value)
 
 
-def test_templates_are_checked_before_ranks_start() -> None:
+def test_templates_are_checked_before_ranks_start():
     typed = ["data=chat", "data.paths=[x.jsonl]", "model.vocab_size=2048", "training.seq_len=32"]
     require_vocabulary(compose_job([*typed, "data.chat_template=plain"]))
     for more, says in (
@@ -301,16 +297,14 @@ def test_templates_are_checked_before_ranks_start() -> None:
         ),
     ],
 )
-def test_a_conversation_that_has_no_text(
-    template: str, turns: int, message: str, ours: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_conversation_that_has_no_text(template, turns, message, ours, tmp_path):
     config = chat(chat_template=template_file(tmp_path, template))
     with pytest.raises(DataError, match=rf"^file: .*{message}") as caught:
         encoded(ours, config, [user("a"), assistant("b"), user("c"), assistant("d")][: 2 * turns])
     assert "\n" not in str(caught.value)
 
 
-def test_a_generation_prompt_that_begins_to_think(ours: Tokenizer, tmp_path: Path) -> None:
+def test_a_generation_prompt_that_begins_to_think(ours, tmp_path):
     """Conversations are refused; a turn can be generated."""
     text = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     config = chat(chat_template=template_file(tmp_path, text))
@@ -326,7 +320,7 @@ def documents(**fields: Any) -> list[Any]:
     return [json.loads(text)[1:] for text in Conversations(chat(**fields), "train").documents()]
 
 
-def test_all_formats_have_the_same_conversations() -> None:
+def test_all_formats_have_the_same_conversations():
     rows = [{"messages": CONVERSATIONS[name][0]} for name in ("one", "two")]
     roles = {"user": "human", "assistant": "gpt"}
     shared = [
@@ -350,7 +344,7 @@ def test_all_formats_have_the_same_conversations() -> None:
     assert documents(paths=["d.txt"], messages_field="conversations") == expected
 
 
-def test_files_without_an_assistant() -> None:
+def test_files_without_an_assistant():
     Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n')
     message = (
         r"^data\.paths=\[\*\.jsonl\] has no message with the role assistant, or all are empty$"
@@ -377,7 +371,7 @@ HELLO = '{"role": "user", "content": "Hello"}'
         ),
     ],
 )
-def test_a_wrong_line_is_named(line: str, message: str) -> None:
+def test_a_wrong_line_is_named(line, message):
     Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n{line}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl, {message}") as caught:
         documents()

@@ -41,7 +41,7 @@ CONFIG = DataConfig(
 
 
 @pytest.fixture(autouse=True)
-def files(in_temporary_folder: None) -> None:
+def files(in_temporary_folder):
     for name, part in (("a", CONVERSATIONS[:50]), ("b", CONVERSATIONS[50:])):
         lines = [json.dumps({"messages": messages}) for messages in part]
         Path(f"{name}.jsonl").write_text("\n".join(lines))
@@ -101,7 +101,7 @@ def in_batches(rows: list[Sample]) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("long", ["drop", "cut"])
-def test_rows_are_those_of_a_plain_implementation(long: str, shuffle: bool, split: str) -> None:
+def test_rows_are_those_of_a_plain_implementation(long, shuffle, split):
     fraction = 0.3 if split == "validation" else 0.0
     config = dataclasses.replace(
         CONFIG, long_conversations=long, shuffle=shuffle, validation_fraction=fraction
@@ -121,7 +121,7 @@ def test_rows_are_those_of_a_plain_implementation(long: str, shuffle: bool, spli
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_layouts_read_the_same_rows_and_resume_on_each_other(ranks: int) -> None:
+def test_layouts_read_the_same_rows_and_resume_on_each_other(ranks):
     expected, reading = in_batches(packed(CONFIG, 4)), ranks_of(CONFIG, ranks, **SIZES)
     assert_equal(steps(reading, 3), expected[:3])
     for other in (1, ranks):
@@ -131,7 +131,7 @@ def test_layouts_read_the_same_rows_and_resume_on_each_other(ranks: int) -> None
     assert 12 * B > (reading[0].samples_per_epoch or 0) > 3 * B
 
 
-def test_conversations_that_do_not_fit_and_none_held_out() -> None:
+def test_conversations_that_do_not_fit_and_none_held_out():
     with pytest.raises(
         DataError, match=r"none of 120 conversations can be used: .* are longer than"
     ):

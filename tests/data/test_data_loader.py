@@ -6,7 +6,6 @@ import dataclasses
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -62,7 +61,7 @@ SOURCES = {
 @pytest.mark.usefixtures("opened_once")
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("source", SOURCES)
-def test_any_ranks_and_any_resume_read_the_same(source: str, changes: str) -> None:
+def test_any_ranks_and_any_resume_read_the_same(source, changes):
     data, sizes = SOURCES[source](), Sizes(B, T, *CHANGES[changes])
     expected = steps(ranks_of(data, 1, sizes=sizes), STEPS)
     assert not torch.equal(expected[-1][0], expected[-2][0])
@@ -93,7 +92,7 @@ def test_any_ranks_and_any_resume_read_the_same(source: str, changes: str) -> No
     ids=str,
 )
 @pytest.mark.parametrize("changes", CHANGES)
-def test_every_step_reads_the_tokens_of_the_rule(fields: dict[str, object], changes: str) -> None:
+def test_every_step_reads_the_tokens_of_the_rule(fields, changes):
     """Over several epochs; validation is in the order of the files, whatever the seed."""
     data, texts, sizes = local(**fields), write_texts(), Sizes(B, T, *CHANGES[changes])
     for split in ("train", "validation") if data.validation_fraction else ("train",):
@@ -113,7 +112,7 @@ def test_every_step_reads_the_tokens_of_the_rule(fields: dict[str, object], chan
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-def test_tokens_and_the_steps_that_train_them(changes: str) -> None:
+def test_tokens_and_the_steps_that_train_them(changes):
     sizes, trained = Sizes(B, T, *CHANGES[changes]), 0
     samples = packed([[1] * 999])
     for step, batch in enumerate(scheduled(samples, CHANGES[changes], STEPS), start=1):
@@ -123,7 +122,7 @@ def test_tokens_and_the_steps_that_train_them(changes: str) -> None:
         assert sizes.steps_for(trained) == step
 
 
-def test_the_batch_size_only_cuts_the_sequence_of_synthetic_samples_and_seeds_differ() -> None:
+def test_the_batch_size_only_cuts_the_sequence_of_synthetic_samples_and_seeds_differ():
     inputs, labels = steps([loader(SYNTHETIC, global_batch_size=6 * B)], 1)[0]
     threes = steps([loader(SYNTHETIC, global_batch_size=3)], 16)
     assert_equal([torch.cat(parts) for parts in zip(*threes, strict=True)], [inputs, labels])
@@ -135,7 +134,7 @@ def test_the_batch_size_only_cuts_the_sequence_of_synthetic_samples_and_seeds_di
         assert_equal(found, steps([loader(SYNTHETIC, **other)], 1))
 
 
-def test_validation_from_its_own_files() -> None:
+def test_validation_from_its_own_files():
     Path("held").mkdir()
     Path("held/v.txt").write_text("v" * 100)
     data = local(validation_paths=["held/*"])
@@ -144,7 +143,7 @@ def test_validation_from_its_own_files() -> None:
     assert not any((step[0] == ord("v")).any() for step in steps([loader(data)], 20))
 
 
-def test_synthetic_masks_unevenly_and_never_everything() -> None:
+def test_synthetic_masks_unevenly_and_never_everything():
     labels = loader(SYNTHETIC, global_batch_size=512, seq_len=64).next().labels_BT
     share = (labels == IGNORE_INDEX).float().mean(dim=1)
     assert abs(share.mean().item() - 0.3) < 0.03
@@ -167,7 +166,7 @@ def test_synthetic_masks_unevenly_and_never_everything() -> None:
         ("", {}, "holds no text"),
     ],
 )
-def test_unusable_data(text: str, settings: dict[str, object], says: str) -> None:
+def test_unusable_data(text, settings, says):
     Path("a.txt").write_text(text)
     data = DataConfig(paths=["a.txt"], validation_fraction=0.01, cache_dir="cache")
     with pytest.raises(UserError, match=says) as caught:
@@ -184,13 +183,13 @@ def test_unusable_data(text: str, settings: dict[str, object], says: str) -> Non
         ("local", "mixture", "is in a mixture, and data"),
     ],
 )
-def test_positions_of_other_kinds_are_refused(loads: str, saved: str, says: str) -> None:
+def test_positions_of_other_kinds_are_refused(loads, saved, says):
     state = loader(SOURCES[saved]()).state_dict()
     with pytest.raises(DataError, match=says):
         loader(SOURCES[loads]()).load_state_dict(state)
 
 
-def test_positions_of_some_ranks_or_of_another_batch_are_refused() -> None:
+def test_positions_of_some_ranks_or_of_another_batch_are_refused():
     with pytest.raises(DataError, match="different steps: 3, 4"):
         merge_states([{"step": 3}, {"step": 4}])
     stream, both = streamed(3), with_stream(B)
@@ -208,7 +207,7 @@ def test_positions_of_some_ranks_or_of_another_batch_are_refused() -> None:
 
 
 @pytest.fixture
-def no_thread_left() -> Iterator[None]:
+def no_thread_left():
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
@@ -220,7 +219,7 @@ def prefetched(depth: int = 2) -> tuple[Loader, Prefetcher]:
 
 @pytest.mark.usefixtures("no_thread_left")
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_batches_are_in_order_and_the_state_ignores_prefetched_ones(depth: int) -> None:
+def test_batches_are_in_order_and_the_state_ignores_prefetched_ones(depth):
     alone = loader(SYNTHETIC)
     expected = [alone.next() for _ in range(9)]
     inner, read = prefetched(depth)
@@ -248,7 +247,7 @@ def test_batches_are_in_order_and_the_state_ignores_prefetched_ones(depth: int) 
 
 
 @pytest.mark.usefixtures("no_thread_left")
-def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches() -> None:
+def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches():
     inner, read = prefetched()
     own = inner.next
 
@@ -257,7 +256,7 @@ def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches(
             raise DataError("there is no batch 3")
         return own()
 
-    inner.next = breaks  # type: ignore[method-assign]
+    inner.next = breaks
     for _ in range(3):
         read.next()
     for _ in range(2):
@@ -274,14 +273,14 @@ TEXT = ["data=python_stdlib", "model=llama3_tiny", "model.vocab_size=256"]
 REFUSED = r"model.vocab_size=256: the tokenizer has 258 tokens.*; would work: 258 and more, another tokenizer"
 
 
-def test_a_job_that_reads_text() -> None:
+def test_a_job_that_reads_text():
     with pytest.raises(ConfigError, match=REFUSED):
         require_vocabulary(compose_job([*TEXT, "tokenizer=bytes"]))
     require_vocabulary(compose_job([*TEXT, "tokenizer=bytes", "model.vocab_size=258"]))
     require_vocabulary(compose_job([*TEXT[1:], "tokenizer=bytes", "data=synthetic"]))
 
 
-def test_points_of_a_sweep_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_of_a_sweep_are_skipped(monkeypatch):
     seen = []
     monkeypatch.setattr("harness.launch.sweep.run.sweep", seen.extend)
     train.train_sweep(compose_points([*TEXT, "tokenizer=bytes", "model.vocab_size=256,258"]))
@@ -290,7 +289,7 @@ def test_points_of_a_sweep_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert legal.job is not None
 
 
-def test_a_missing_file_is_found_before_ranks_start(tmp_path: Path) -> None:
+def test_a_missing_file_is_found_before_ranks_start(tmp_path):
     missing = [
         "tokenizer=llama3",
         f"tokenizer.path={tmp_path}/tokenizer.model",

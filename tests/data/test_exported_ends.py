@@ -49,7 +49,7 @@ def export(folder: Path, origin: Origin, model: ModelConfig = MODEL) -> tuple[Co
     return config, json.loads((out / "generation_config.json").read_text())
 
 
-def test_a_model_of_conversations_stops_after_a_turn(tmp_path: Path) -> None:
+def test_a_model_of_conversations_stops_after_a_turn(tmp_path):
     config, generation = export(tmp_path, Origin(data=CHAT))
     assert config["eos_token_id"] == generation["eos_token_id"] == [TURN, DOCUMENT]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -72,9 +72,7 @@ def test_a_model_of_conversations_stops_after_a_turn(tmp_path: Path) -> None:
         ([DOCUMENT, 7], CHAT, [TURN, DOCUMENT, 7]),
     ],
 )
-def test_the_folder_that_it_came_from_is_kept(
-    before: Any, data: DataConfig | None, ends: Any, tmp_path: Path
-) -> None:
+def test_the_folder_that_it_came_from_is_kept(before, data, ends, tmp_path):
     source = tmp_path / "source"
     write_huggingface(Held(tensors_of(random_model(MODEL))), MODEL, None, source)
     theirs = json.loads((source / "config.json").read_text())
@@ -88,7 +86,7 @@ def test_the_folder_that_it_came_from_is_kept(
     assert GenerationConfig.from_pretrained(tmp_path / "out").top_k == 20
 
 
-def test_geometry_is_the_models(tmp_path: Path) -> None:
+def test_geometry_is_the_models(tmp_path):
     """Of a source with another number of layers only the rest is kept."""
     write_huggingface(Held(tensors_of(random_model(MODEL))), MODEL, None, tmp_path / "source")
     smaller = changed("qwen3_debug", vocab_size=1016, tied_embeddings=False, n_layers=1)

@@ -68,7 +68,7 @@ def mixed(count: int) -> Iterator[Sample]:
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-def test_tokens_equal_an_independent_implementation(changes: str) -> None:
+def test_tokens_equal_an_independent_implementation(changes):
     """Token by token, over several epochs of each source, and after a resume on another number of ranks."""
     data, sizes = mixture(attend_across_documents=False), {"sizes": Sizes(B, 16, *CHANGES[changes])}
     expected = list(scheduled(mixed(STEPS * B), CHANGES[changes], STEPS))
@@ -86,7 +86,7 @@ def test_tokens_equal_an_independent_implementation(changes: str) -> None:
     )
 
 
-def test_each_source_is_read_as_if_alone_also_where_weights_change() -> None:
+def test_each_source_is_read_as_if_alone_also_where_weights_change():
     data = mixture(weight_changes=[{"step": 6, "math": 1}, {"step": 9, "web": 1, "code": 1}])
     batches = steps([loader(data)], 20)
     for index, name in enumerate(sorted(WEIGHTS)):
@@ -99,7 +99,7 @@ def test_each_source_is_read_as_if_alone_also_where_weights_change() -> None:
     assert not any(math in each for each in drawn[9:])
 
 
-def test_weights_change_at_a_step_of_scheduled_sizes() -> None:
+def test_weights_change_at_a_step_of_scheduled_sizes():
     sources = {name: DataConfig(kind="synthetic") for name in "ab"}
     data = mixture(sources=sources, weights={"a": 1.0}, weight_changes=[{"step": 7, "b": 1}])
     batches = steps([loader(data, sizes=Sizes(B, 16, [(4, 2), (8, 4)], [(5, 8)]))], 12)
@@ -108,7 +108,7 @@ def test_weights_change_at_a_step_of_scheduled_sizes() -> None:
 
 @pytest.mark.usefixtures("opened_once")
 @pytest.mark.parametrize("changes", CHANGES)
-def test_a_stream_advances_in_rows_that_draw_it(changes: str) -> None:
+def test_a_stream_advances_in_rows_that_draw_it(changes):
     data = with_stream(B)
     batches = steps([loader(data, sizes=Sizes(B, 16, *CHANGES[changes]))], 30)
     alone = steps([loader(data.sources["c4"])], 30)
@@ -122,7 +122,7 @@ def test_a_stream_advances_in_rows_that_draw_it(changes: str) -> None:
         assert_equal(tokens, torch.cat([inputs[stream] for inputs, _ in alone])[: len(tokens)])
 
 
-def test_epochs_are_weights_by_size() -> None:
+def test_epochs_are_weights_by_size():
     data = mixture(weights={}, epochs={"code": 4.0, "math": 1.5, "web": 1.0})
     read = loader(data)
     sizes = {name: samples or 0 for name, samples in read.samples_per_epoch_of.items()}
@@ -132,7 +132,7 @@ def test_epochs_are_weights_by_size() -> None:
         assert abs(counts[name] - epochs * sizes[name]) <= 1 + B, name
 
 
-def test_validation_takes_equally_many_samples_of_every_source() -> None:
+def test_validation_takes_equally_many_samples_of_every_source():
     """Sources without held-out documents are left out; the weights do not matter."""
     files = {name: [f"{name}/*.txt"] for name in ("web", "code")}
     sources = {name: DataConfig(paths=own, validation_paths=own) for name, own in files.items()}
@@ -152,7 +152,7 @@ def test_validation_takes_equally_many_samples_of_every_source() -> None:
     assert_equal(steps([first], 6), batches)
 
 
-def test_mistakes_in_files_name_the_source() -> None:
+def test_mistakes_in_files_name_the_source():
     missing = mixture(sources={"web": DataConfig(paths=["web/*.md"])}, weights={"web": 1.0})
     with pytest.raises(DataError, match=r"no file matches data.sources.web.paths=\[web/\*.md\]"):
         loader(missing)
@@ -164,7 +164,7 @@ def test_mistakes_in_files_name_the_source() -> None:
 # -- fields of sources ----
 
 
-def test_a_source_can_be_an_option() -> None:
+def test_a_source_can_be_an_option():
     """And its fields can be set on top, in any order of the command line."""
     options = ("data=mixture", "data.sources.a.paths=[web/*.txt]", "data@data.sources.a=local_text")
     weights = ("data.weights.a=3", "data.weight_changes=[{step: 9, a: 1}]")
@@ -179,7 +179,7 @@ def test_a_source_can_be_an_option() -> None:
     assert job.id == compose_job([*typed, "data.cache_dir=elsewhere"]).id
 
 
-def test_errors_of_a_source_name_its_fields() -> None:
+def test_errors_of_a_source_name_its_fields():
     """Shared fields, file names and commands stay."""
     command = "harness tokenize data=local_text tokenize.target=corpus/NAME"
     for error, said in (
@@ -213,9 +213,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_counts_are_as_close_to_the_shares_as_the_rule_promises(
-    rule: list[tuple[int, dict[str, float]]],
-) -> None:
+def test_counts_are_as_close_to_the_shares_as_the_rule_promises(rule):
     """After every block, exactly: by at most 1 - 1/(2k - 2), Tijdeman's bound."""
     names, block = sorted(rule[0][1]), 20
     order = SourceOrder([(first, shares(weights)) for first, weights in rule], block=block, seed=3)
@@ -241,7 +239,7 @@ def order_of(*rule: tuple[int, dict[str, float]], seed: int = 2) -> SourceOrder:
 
 
 @pytest.mark.parametrize("number", [0, 5, B, 3 * B + 1, 41 * B])
-def test_the_order_resumes_anywhere(number: int) -> None:
+def test_the_order_resumes_anywhere(number):
     rule = (0, WEIGHTS), (40 * B, dict.fromkeys(WEIGHTS, 1.0))
     first, second = order_of(*rule), order_of(*rule)
     for before in range(number):

@@ -40,7 +40,7 @@ def batches_of(a_loader: Loader, count: int) -> list[torch.Tensor]:
     return [a_loader.next().inputs_BT for _ in range(count)]
 
 
-def test_samples_and_positions_are_the_same_with_any_number_of_processes() -> None:
+def test_samples_and_positions_are_the_same_with_any_number_of_processes():
     write()
     alone, many, one = (
         loader_of(range(2, 4), shuffle_buffer=20, workers=workers) for workers in (0, 9, 1)
@@ -65,7 +65,7 @@ def test_samples_and_positions_are_the_same_with_any_number_of_processes() -> No
     assert not workers_of_this_process(), "a loader that is not used any more ends its processes"
 
 
-def test_they_have_no_torch_and_no_signal_stops_them() -> None:
+def test_they_have_no_torch_and_no_signal_stops_them():
     write()
     ahead, alone = loader_of(workers=1), loader_of(workers=0)
     assert_equal(batches_of(ahead, 1), batches_of(alone, 1))
@@ -83,7 +83,7 @@ def test_they_have_no_torch_and_no_signal_stops_them() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_error_is_raised_where_it_would_be_without_processes(prefetch: int) -> None:
+def test_an_error_is_raised_where_it_would_be_without_processes(prefetch):
     write(shards=8)
     Path("6.jsonl").write_text('{"text": "the second shard of row 2"}\n{"text": ')
     said = []
@@ -112,7 +112,7 @@ while True: loader.next()
 """
 
 
-def test_they_end_with_the_rank() -> None:
+def test_they_end_with_the_rank():
     write()
     rank = subprocess.Popen(
         [sys.executable, "-c", RANK],

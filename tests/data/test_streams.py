@@ -125,9 +125,7 @@ def by_hand(streams: list[Iterator[str]], changes: Any, number: int) -> list[lis
     ("shards", "rows", "changes"),
     [(5, 4, "none"), (9, 6, "none"), (3, 8, "none"), *((3, 8, each) for each in list(CHANGES)[1:])],
 )
-def test_rows_are_those_of_another_implementation(
-    shards: int, rows: int, changes: str, seed: int | None
-) -> None:
+def test_rows_are_those_of_another_implementation(shards, rows, changes, seed):
     """On any number of ranks, over several passes, and after resuming on another number of ranks."""
     files = write(shards)
     data = of_files(*files, attend_across_documents=False, **shuffled(seed))
@@ -154,7 +152,7 @@ def opened_by_the_library(files: list[str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[list[str]]:
+def opened():
     """Every file that this process opens."""
     files, active = [], True
     # A hook cannot be removed.
@@ -170,8 +168,8 @@ def opened() -> Iterator[list[str]]:
     ("shards", "rows", "readers"), [(6, 4, 1), (5, 4, 1), (3, 4, 2), (2, 8, 4), (1, 4, 4)]
 )
 def test_a_pass_opens_each_shard_once_or_once_for_each_row_that_shares_it(
-    shards: int, rows: int, readers: int, seed: int | None, opened: list[str]
-) -> None:
+    shards, rows, readers, seed, opened
+):
     files = [str(Path(file).absolute()) for file in write(shards)]
     expected = [next(passes_of(files, row, rows, seed)) for row in range(rows)]
     every = Counter(text for file in files for text in texts_of(file) if text)
@@ -191,7 +189,7 @@ def test_a_pass_opens_each_shard_once_or_once_for_each_row_that_shares_it(
         assert shards * readers <= times.total() <= shards * readers + rows
 
 
-def test_positions_of_other_data_are_refused() -> None:
+def test_positions_of_other_data_are_refused():
     files = write(5)
     state = loader(of_files(*files[:4]), global_batch_size=4).state_dict()
     more, mixed = of_files(*files), of_files(*files[:4], **shuffled(0))
@@ -203,7 +201,7 @@ def test_positions_of_other_data_are_refused() -> None:
             loader(data, global_batch_size=4).load_state_dict(state)
 
 
-def test_validation_has_its_own_split_and_is_not_shuffled() -> None:
+def test_validation_has_its_own_split_and_is_not_shuffled():
     files = write(2)
     data = of_files(*files, validation_split="train", shuffle=True)
     plain = steps([loader(of_files(*files))], 3)
@@ -219,13 +217,13 @@ def test_validation_has_its_own_split_and_is_not_shuffled() -> None:
         assert "validation" in BYTES.decode(rows.flatten().tolist())
 
 
-def test_fewer_documents_than_rows() -> None:
+def test_fewer_documents_than_rows():
     write_jsonl("few.jsonl", ["one document only"])
     with pytest.raises(DataError, match=r"row 1 of 8 holds no text; it may have fewer documents"):
         loader(of_files("few.jsonl")).next()
 
 
-def test_not_streamed_is_tokenized_once() -> None:
+def test_not_streamed_is_tokenized_once():
     texts = [f"{i} " * (i % 9) for i in range(100)]
     write_jsonl("a.jsonl", texts, field="body")
     data = table("a.jsonl", text_field="body", validation_fraction=0.2)
@@ -242,7 +240,7 @@ def test_not_streamed_is_tokenized_once() -> None:
 
 
 @pytest.mark.parametrize("make", [of_files, table])
-def test_unusable_datasets(make: Any) -> None:
+def test_unusable_datasets(make):
     write_jsonl("a.jsonl", ["x" * 99] * 9)
     Path("bad.jsonl").write_text('{"text": "x"}\n{"text": ')
     for file, settings, says in (

@@ -19,12 +19,12 @@ from harness.weights.tokenizer import export_tokenizer
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def original(tmp_path_factory):
     return write_huggingface(tmp_path_factory.mktemp("qwen"), None).read_bytes()
 
 
 @pytest.fixture
-def file(original: bytes, tmp_path: Path) -> Path:
+def file(original, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(original)
     return tmp_path / "tokenizer.json"
 
@@ -52,12 +52,8 @@ START, END = "<|im_start|>", "<|endoftext|>"
     ],
 )
 def test_bos_and_eos_and_those_of_the_export(
-    tokenizer_config: Any,
-    special_tokens_map: Any,
-    fields: dict[str, str],
-    document: list[int],
-    file: Path,
-) -> None:
+    tokenizer_config, special_tokens_map, fields, document, file
+):
     write_settings(file, tokenizer_config=tokenizer_config, special_tokens_map=special_tokens_map)
     file.with_name("chat_template.jinja").write_text("{{ messages }}")
     _, ours, theirs, folder, _ = exported(huggingface(file, **fields), file.parent)
@@ -89,7 +85,7 @@ def test_bos_and_eos_and_those_of_the_export(
         ([], {}, "an array, not an object"),
     ],
 )
-def test_unknown_bos_or_eos(settings: Any, fields: dict[str, str], says: str, file: Path) -> None:
+def test_unknown_bos_or_eos(settings, fields, says, file):
     write_settings(file, tokenizer_config=settings)
     for use in (build_tokenizer, lambda config: export_tokenizer(config, file.parent / "out")):
         with pytest.raises(DataError, match=re.escape(says)) as caught:
@@ -97,7 +93,7 @@ def test_unknown_bos_or_eos(settings: Any, fields: dict[str, str], says: str, fi
         assert "\n" not in str(caught.value)
 
 
-def test_values_in_an_error_can_be_typed(file: Path) -> None:
+def test_values_in_an_error_can_be_typed(file):
     """They are quoted for the shell and Hydra."""
     with pytest.raises(DataError) as caught:
         build_tokenizer(huggingface(file, bos=""))
@@ -109,7 +105,7 @@ def test_values_in_an_error_can_be_typed(file: Path) -> None:
     ]
 
 
-def test_ids_may_have_gaps(file: Path) -> None:
+def test_ids_may_have_gaps(file):
     content = json.loads(file.read_text())
     content["added_tokens"], vocabulary = [], content["model"]["vocab"]
     [last] = [token for token, i in vocabulary.items() if i == 999]
@@ -121,7 +117,7 @@ def test_ids_may_have_gaps(file: Path) -> None:
     assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
 
 
-def test_a_document_cannot_end_itself_also_if_the_file_does_not_mark_the_token(file: Path) -> None:
+def test_a_document_cannot_end_itself_also_if_the_file_does_not_mark_the_token(file):
     ours = build_tokenizer(huggingface(file, bos="", eos="<think>"))
     assert ours.eos_id == 1003 and 1003 not in ours.encode("a<think>b")
     ours = build_tokenizer(huggingface(file, bos="", eos=END))
@@ -131,7 +127,7 @@ def test_a_document_cannot_end_itself_also_if_the_file_does_not_mark_the_token(f
     assert ours.encode_prompt("".join(SPECIAL)) == [1000, 1001, 1002]
 
 
-def test_a_panic_of_the_library_is_one_line(file: Path) -> None:
+def test_a_panic_of_the_library_is_one_line(file):
     """A regex that tries too much ends in Rust's PanicException, which is no Exception."""
     content = json.loads(file.read_text())
     split = {
@@ -159,7 +155,7 @@ def test_a_panic_of_the_library_is_one_line(file: Path) -> None:
 
 @pytest.mark.parametrize("value", [["<eos>"], 3, {}, {"content": ["<eos>"]}])
 @pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
-def test_tokens_of_any_type(value: Any, name: str, file: Path) -> None:
+def test_tokens_of_any_type(value, name, file):
     """Each is a line with the field, or a token that must be given."""
     write_settings(file, **{name: {"eos_token": value}})
     for use in (build_tokenizer, lambda config: export_tokenizer(config, file.parent / "out")):
@@ -168,7 +164,7 @@ def test_tokens_of_any_type(value: Any, name: str, file: Path) -> None:
         assert "\n" not in str(refused.value)
 
 
-def test_sampling_of_subwords_is_off(tmp_path: Path) -> None:
+def test_sampling_of_subwords_is_off(tmp_path):
     """BPE's dropout and Unigram's alpha would give other ids each time."""
     file = write_huggingface(tmp_path / "bpe", CHAT, pads=False)
     ids = build_tokenizer(huggingface(file)).encode(TEXTS[0])

@@ -8,7 +8,6 @@ import pickle
 import random
 import re
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -21,7 +20,6 @@ from tokenizer_files import (
     KINDS,
     SPECIAL,
     STDLIB,
-    Pair,
     config_of,
     exported,
     huggingface,
@@ -52,7 +50,7 @@ CHARACTERS = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and ch
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return exported(config_of(request.param, folder), folder, request.param)
 
@@ -68,7 +66,7 @@ def random_texts() -> list[str]:
 @pytest.mark.parametrize(
     "texts", [AWKWARD, sources(20), random_texts()], ids=["awkward", "code", "random"]
 )
-def test_ids_and_texts(pair: Pair, texts: list[str]) -> None:
+def test_ids_and_texts(pair, texts):
     ours, theirs = pair.ours, pair.theirs
     is_lossless = pair.kind not in ("sentencepiece_prefix", "sentencepiece_no_bytes")
     for text in texts:
@@ -90,9 +88,7 @@ def test_ids_and_texts(pair: Pair, texts: list[str]) -> None:
     assert ours.encode_batch(texts) == [ours.encode(text) for text in texts]
 
 
-def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(pair, monkeypatch):
     monkeypatch.setattr("harness.data.tokenizer.PIECE_CHARS", 3_000)
     text = (STDLIB / "tarfile.py").read_text() * 2 + "☃" * 7_000 + "\n\n  x"
     for part in (700, 10_000, len(text)):
@@ -103,13 +99,13 @@ def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(
             assert len(pieces) > 10
 
 
-def test_a_text_is_not_cut_where_that_would_change_its_ids() -> None:
+def test_a_text_is_not_cut_where_that_would_change_its_ids():
     """With a tokenizer whose ids depend on earlier lines: it numbers them."""
     text = "line\n" * 1_000_000
     assert list(split_long_text([text], lambda part: list(range(part.count("\n"))))) == [text]
 
 
-def test_every_id_decodes_and_others_are_shown(pair: Pair) -> None:
+def test_every_id_decodes_and_others_are_shown(pair):
     ours = pair.ours
     assert all(isinstance(ours.decode([i]), str) for i in range(ours.vocab_size))
     assert ours.decode(range(ours.vocab_size))
@@ -118,7 +114,7 @@ def test_every_id_decodes_and_others_are_shown(pair: Pair) -> None:
     assert found == "a\ufffd\ufffda"
 
 
-def test_special_tokens(pair: Pair) -> None:
+def test_special_tokens(pair):
     ours, theirs = pair.ours, pair.theirs
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
     assert len(theirs) == ours.vocab_size == vocabulary_size(pair.config)
@@ -136,7 +132,7 @@ def test_special_tokens(pair: Pair) -> None:
     assert {"input_ids", "attention_mask"} == set(theirs("a")) or pair.kind == "huggingface"
 
 
-def test_beside_a_model_and_saved_again(pair: Pair, tmp_path: Path) -> None:
+def test_beside_a_model_and_saved_again(pair, tmp_path):
     """With a Llama's config.json in the folder, transformers would by default choose another class."""
     pair.theirs.save_pretrained(tmp_path / "again")
     (tmp_path / "beside").mkdir()
@@ -149,7 +145,7 @@ def test_beside_a_model_and_saved_again(pair: Pair, tmp_path: Path) -> None:
         assert again(text, add_special_tokens=False)["input_ids"] == pair.ours.encode(text)
 
 
-def test_files_of_an_export(pair: Pair) -> None:
+def test_files_of_an_export(pair):
     """transformers 4 would otherwise pass token_type_ids on; llama.cpp reads add_bos_token."""
     content = json.loads((pair.folder / "tokenizer_config.json").read_text())
     if pair.kind == "huggingface":
@@ -170,7 +166,7 @@ def test_files_of_an_export(pair: Pair) -> None:
     assert pair.kind == "bytes" or copy.read_bytes() == pair.config.file.read_bytes()
 
 
-def test_a_process_that_reads_ahead_gets_the_same_tokenizer(pair: Pair) -> None:
+def test_a_process_that_reads_ahead_gets_the_same_tokenizer(pair):
     text = "the  text, \u2581 \U0001f600 <|im_end|><s></s><think>\n\n" * 3
     dataset = datasets.Dataset.from_dict({"text": [text]}).to_iterable_dataset()
     reader = RowReader(dataset, pair.ours, 0, 1, "text", "it", 0, None)
@@ -183,7 +179,7 @@ def test_a_process_that_reads_ahead_gets_the_same_tokenizer(pair: Pair) -> None:
     assert sent.tokenizer.fingerprint == pair.ours.fingerprint
 
 
-def test_fingerprints_differ(tmp_path: Path) -> None:
+def test_fingerprints_differ(tmp_path):
     file = write_huggingface(tmp_path, CHAT)
     configs = [
         TokenizerConfig("bytes"),
@@ -203,7 +199,7 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
 # -- sentencepiece ----
 
 
-def test_a_dummy_prefix_is_sentencepieces(tmp_path: Path) -> None:
+def test_a_dummy_prefix_is_sentencepieces(tmp_path):
     """Also with U+2581 in the text, which sentencepiece treats as a space."""
     config = write_sentencepiece(tmp_path / "pieces")
     theirs, reference = (
@@ -216,7 +212,7 @@ def test_a_dummy_prefix_is_sentencepieces(tmp_path: Path) -> None:
         assert theirs.decode(ids) == reference.decode(ids)
 
 
-def test_a_control_token_is_not_merged_from_characters(tmp_path: Path) -> None:
+def test_a_control_token_is_not_merged_from_characters(tmp_path):
     config = write_sentencepiece(tmp_path / "pieces", control_symbols=["re", "▁self"])
     both = exported(config, tmp_path)
     for text in ["return self.re", "<s>re</s>", "selfself"]:
@@ -225,7 +221,7 @@ def test_a_control_token_is_not_merged_from_characters(tmp_path: Path) -> None:
         assert both.theirs.convert_tokens_to_ids("re") not in ids
 
 
-def test_a_model_without_bos_and_eos(tmp_path: Path) -> None:
+def test_a_model_without_bos_and_eos(tmp_path):
     _, ours, theirs, *_ = exported(
         write_sentencepiece(tmp_path / "pieces", bos_id=-1, eos_id=-1), tmp_path
     )
@@ -247,9 +243,7 @@ def test_a_model_without_bos_and_eos(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_features_without_support_are_refused(
-    options: dict[str, object], says: str, tmp_path: Path
-) -> None:
+def test_features_without_support_are_refused(options, says, tmp_path):
     config = write_sentencepiece(tmp_path / "pieces", files=3, vocab_size=400, **options)
     message = f"^tokenizer file .*pieces {says}, which tokenizer.json does not support$"
     with pytest.raises(DataError, match=message):
@@ -278,7 +272,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_special_tokens_have_their_published_ids(name: str, tmp_path: Path) -> None:
+def test_special_tokens_have_their_published_ids(name, tmp_path):
     first, total, known = PUBLISHED[name]
     tokens = SETS[name].tokens
     assert first + len(tokens) == total
@@ -289,7 +283,7 @@ def test_special_tokens_have_their_published_ids(name: str, tmp_path: Path) -> N
     assert tokenizer.decode([262 + i for i in range(len(tokens))]) == "".join(tokens)
 
 
-def test_harmony_is_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmony_is_tiktokens(monkeypatch):
     """Pattern and ids equal those of the installed library; its file of ranks is not needed."""
     public = pytest.importorskip("tiktoken_ext.openai_public")
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: {})
@@ -303,7 +297,7 @@ def test_harmony_is_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(ids.values()) == set(theirs["special_tokens"].values())
 
 
-def test_tiktoken_reads_the_file_as_it_is_now(tmp_path: Path) -> None:
+def test_tiktoken_reads_the_file_as_it_is_now(tmp_path):
     before = build_tokenizer(write_tiktoken(tmp_path / "ranks"))
     after = build_tokenizer(write_tiktoken(tmp_path / "ranks", merges=(b"th",)))
     assert before.encode("the") == [257] and after.encode("the") == [256, ord("e")]
@@ -312,7 +306,7 @@ def test_tiktoken_reads_the_file_as_it_is_now(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [*AWKWARD, "x" * 100_000, "x" * 25_000 + " ", "x" * 25_001, "ab " * 300_000], ids=len
 )
-def test_long_runs_are_cut_where_meta_cuts_them(text: str) -> None:
+def test_long_runs_are_cut_where_meta_cuts_them(text):
     pieces = list(_cut_long_runs(text))
     assert "".join(pieces) == text
     assert all(len(run) <= 25_000 for piece in pieces for run in re.findall(r"\S+|\s+", piece))
@@ -321,7 +315,7 @@ def test_long_runs_are_cut_where_meta_cuts_them(text: str) -> None:
     assert len(pieces) == -(-len(text) // 400_000) or longest > 25_000
 
 
-def test_all_splits_of_a_token_are_merges(tmp_path: Path) -> None:
+def test_all_splits_of_a_token_are_merges(tmp_path):
     """tiktoken joins b"xy" + b"z" and b"x" + b"yz" alike, and a word that is a token needs no merges."""
     config = write_tiktoken(tmp_path / "ranks", [b"yz", b"wx", b"xy", b"xyz", b"wxyz", b"qrs"])
     _, ours, theirs, *_ = exported(config, tmp_path)
@@ -331,7 +325,7 @@ def test_all_splits_of_a_token_are_merges(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["original", "."])
-def test_the_tokenizer_json_that_came_with_it_is_exported(folder: str, tmp_path: Path) -> None:
+def test_the_tokenizer_json_that_came_with_it_is_exported(folder, tmp_path):
     """Also with its chat template; but not the tokenizer.json of another tokenizer."""
     file = tmp_path / folder / "tokenizer.model"
     file.parent.mkdir(exist_ok=True)
@@ -384,9 +378,7 @@ ALL_BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for by
         ),
     ],
 )
-def test_a_bad_file_is_one_line(
-    kinds: str, content: bytes | None, says: str, tmp_path: Path
-) -> None:
+def test_a_bad_file_is_one_line(kinds, content, says, tmp_path):
     for kind in kinds.split():
         file = tmp_path / kind
         if content is not None:

@@ -31,7 +31,7 @@ PLAIN = TokenizerConfig("bytes")
 
 
 @pytest.fixture(autouse=True)
-def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_fsync(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)  # for thousands of small units
 
 
@@ -69,7 +69,7 @@ def expected(
         tokens, starts = found["validation" if is_held_out(number, HELD_OUT) else "train"]
         if text:
             starts.append(len(tokens))
-            tokens += [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]  # type: ignore[list-item]
+            tokens += [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
     return found
 
 
@@ -93,8 +93,8 @@ def tokenized(
     [*((PLAIN, size, 1) for size in (60, 1000, 1 << 30)), (PYTHON, 60, 1), (PYTHON, 500, 2)],
 )
 def test_units_of_any_size_and_any_processes_give_the_same_cache(
-    unit_bytes: int, config: TokenizerConfig, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    unit_bytes, config, processes, monkeypatch
+):
     documents = write_corpus()
     monkeypatch.setattr(cache, "UNIT_MIB", unit_bytes / 2**20)
     monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
@@ -103,7 +103,7 @@ def test_units_of_any_size_and_any_processes_give_the_same_cache(
     assert not workers_of_this_process()
 
 
-def test_a_larger_fraction_holds_out_the_same_documents_and_more() -> None:
+def test_a_larger_fraction_holds_out_the_same_documents_and_more():
     tenth, fifth = ({i for i in range(1000) if is_held_out(i, part)} for part in (0.1, 0.2))
     assert 70 < len(tenth) < 130 and 160 < len(fifth) < 240 and tenth < fifth
     assert not any(is_held_out(i, 0.0) for i in range(1000))
@@ -111,9 +111,7 @@ def test_a_larger_fraction_holds_out_the_same_documents_and_more() -> None:
 
 @pytest.mark.parametrize("wrong", [0, 1, 4, 8])
 @pytest.mark.parametrize("unit_bytes", [1, 30, 1000])
-def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(
-    wrong: int, unit_bytes: int
-) -> None:
+def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(wrong, unit_bytes):
     lines = [json.dumps({"text": "x" * i}).encode() for i in range(9)]
     for content, says in (
         (b"no JSON", "not a JSON object"),
@@ -134,9 +132,7 @@ def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(
         ("x\u2603".encode() * 20, None),
     ],
 )
-def test_a_long_file_is_decoded_in_parts(
-    content: bytes, wrong: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_file_is_decoded_in_parts(content, wrong, monkeypatch):
     Path("a.txt").write_bytes(content)
     monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
     monkeypatch.setattr("harness.data.documents._BLOCK_BYTES", 7)
@@ -155,7 +151,7 @@ def test_a_long_file_is_decoded_in_parts(
         list(strict.documents())
 
 
-def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_several_errors_is_reported(monkeypatch):
     lines = [json.dumps({"text": "x" * (3000 if i == 0 else 10)}) for i in range(200)]
     lines[1] = lines[150] = lines[199] = "no JSON"
     Path("a.jsonl").write_text("\n".join(lines))
@@ -165,9 +161,7 @@ def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch
     assert not list(Path("cache").iterdir()) and not workers_of_this_process()
 
 
-def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(monkeypatch):
     documents = write_corpus()
     monkeypatch.setattr(cache, "UNIT_MIB", 500 / 2**20)
 
@@ -182,7 +176,7 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
     assert tokenized(tokenize_workers=1) == expected(documents, PLAIN)
 
 
-def test_units_do_not_depend_on_files_that_they_do_not_contain() -> None:
+def test_units_do_not_depend_on_files_that_they_do_not_contain():
     write_corpus()
 
     def keys(*paths: str) -> set[str]:
@@ -195,7 +189,7 @@ def test_units_do_not_depend_on_files_that_they_do_not_contain() -> None:
     assert 0 < len(before - keys("*.*")) <= 2
 
 
-def test_progress_has_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_has_speed_and_time_left(capsys):
     now = 0.0
     units = [Unit(i, str(i), (Span("a", 0, None, 100_000_000),)) for i in range(4)]
     progress = TokenizingProgress("data.paths=[a]", units, units[1:], 2, clock=lambda: now)

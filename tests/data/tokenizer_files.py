@@ -124,7 +124,7 @@ def write_huggingface(folder: Path, config: dict[str, Any] | None, *, pads: bool
 
 
 def huggingface(file: Path, **fields: str | None) -> TokenizerConfig:
-    config = TokenizerConfig("huggingface", str(file), **fields)  # type: ignore[arg-type]
+    config = TokenizerConfig("huggingface", str(file), **fields)
     config.validate()
     return config
 

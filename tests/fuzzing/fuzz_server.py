@@ -125,7 +125,7 @@ def _serve() -> None:
     compose_job(["model=llama3_tiny"])
     _code()
     os.environ["PATH"] = "/nowhere"  # no SLURM
-    ShardWriter.begin = _started  # type: ignore[method-assign, assignment]
+    ShardWriter.begin = _started
     for request in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -173,7 +173,7 @@ def _run(verb: str, arguments: list[str], environment: dict[str, str], outside: 
     os.setpgid(0, 0)
     # The encoder of pictures is built before the first unit.
     computes = {"harness.launch.pool"} | (set() if verb == "encode" else {"torch"})
-    sys.meta_path.insert(0, _ComputingEndsIt(computes))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _ComputingEndsIt(computes))
     for which, limit in LIMITS.items():
         resource.setrlimit(which, limit)
     os.chdir(f"{outside}/here")
@@ -201,7 +201,7 @@ def _redirect(outside: str) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-    sys.__stdout__ = sys.stdout  # type: ignore[misc]
+    sys.__stdout__ = sys.stdout
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from fuzz_server import ROOT, Ended, serving
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 
-def test_a_draw_of_lines() -> None:
+def test_a_draw_of_lines():
     drawn = [line(f"0.{number}") for number in range(60)]
     assert (
         drawn
@@ -52,7 +52,7 @@ TRACEBACK = "Traceback (most recent call last):\n"
         (2, "error: a\n", ["outputs"], "leaves outputs"),
     ],
 )
-def test_what_is_wrong_with_an_end(code: int, err: str, left: list[str], wrong: str) -> None:
+def test_what_is_wrong_with_an_end(code, err, left, wrong):
     assert judged(Line("0", "train", []), Ended(code, "", err, 20.0, left)) == wrong
 
 
@@ -84,14 +84,12 @@ def shell(command: str, folder: Path, **environment: str) -> subprocess.Complete
         ),
     ],
 )
-def test_streams_and_arguments_that_cannot_be_used(
-    command: str, code: int, err: str, tmp_path: Path
-) -> None:
+def test_streams_and_arguments_that_cannot_be_used(command, code, err, tmp_path):
     done = shell(command, tmp_path)
     assert (done.returncode, done.stderr) == (code, f"error: {err}\n" if err else "")
 
 
-def test_a_locale_that_is_not_utf_8(tmp_path: Path) -> None:
+def test_a_locale_that_is_not_utf_8(tmp_path):
     command = "$PLAN name=grün --cfg job --package name"
     done = shell(command, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert (done.returncode, done.stdout, done.stderr) == (EXIT_OK, "grün\n", "")

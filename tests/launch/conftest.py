@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from launching import Launch
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+def launch(tmp_path):
     """Starts jobs in the test's own folder, and kills them when the test ends."""
     started: list[Launch] = []
 
@@ -26,7 +25,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
 
 
 @pytest.fixture
-def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def put(tmp_path, monkeypatch):
     """Puts shell scripts first in PATH; returns their folder."""
     folder = tmp_path / "bin"
 

@@ -8,14 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
-from harness.config.job import Job
 from harness.launch import slurm_attempt as attempt
 from harness.launch.batch import Received
 from harness.launch.begin import begin, begin_again
@@ -55,7 +53,7 @@ class Granted(Allocation):
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
+def job():
     return compose_job(
         ["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.max_requeues=2"]
     )
@@ -101,7 +99,7 @@ RETURNED = {"srun told to end": 137, "srun killed": -9, "all leave": 0}
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_the_first_true_cause_wins(case: str, tmp_path: Path) -> None:
+def test_the_first_true_cause_wins(case, tmp_path):
     said, state, row, error, first = VERDICTS[case]
     folder = RunFolder(tmp_path)
     (tmp_path / "logs").mkdir()
@@ -132,8 +130,8 @@ def test_the_first_true_cause_wins(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_slurm_says_in_the_log_tells_scancel_from_a_requeue(
-    reasons: list[str], is_taken: bool, cancelled: bool, job: Job, tmp_path: Path
-) -> None:
+    reasons, is_taken, cancelled, job, tmp_path
+):
     said = "slurmstepd-node1: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-23T18:05:03{} ***\n"
     (tmp_path / "7_0_log.out").write_text("".join(map(said.format, reasons)))
     SlurmJobRecord("a", None, "7", logs=str(tmp_path), begun=True).write(tmp_path)
@@ -147,9 +145,7 @@ def test_what_slurm_says_in_the_log_tells_scancel_from_a_requeue(
     assert read_state(tmp_path, Jobs([])).state == ("cancelled" if cancelled else "stopped")
 
 
-def test_a_signal_before_srun_is_no_failure(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_before_srun_is_no_failure(job, tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     monkeypatch.setenv("PATH", "/nowhere")
     received = Received()
@@ -170,14 +166,8 @@ AWAY = "srun: error: Unable to confirm allocation for job 7: Unable to contact s
     ],
 )
 def test_srun_is_started_again_while_the_controller_is_away(
-    times: int,
-    scontrol: str,
-    ends: tuple[int, str],
-    submitted: RunFolder,
-    job: Job,
-    put: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    times, scontrol, ends, submitted, job, put, monkeypatch
+):
     """After a minute the job is requeued; it has failed if SLURM is still away."""
     for module, name in ((attempt.queue, "RETRY_SECONDS"), (attempt, "ANSWER_SECONDS")):
         monkeypatch.setattr(module, name, 0.0)
@@ -195,9 +185,7 @@ def test_srun_is_started_again_while_the_controller_is_away(
     assert submitted.row.get("error.kind") == ("machine" if ends[1] == "failed" else None)
 
 
-def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(monkeypatch):
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
     received = Received()
@@ -215,13 +203,8 @@ def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(
     ],
 )
 def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
-    refused: bool,
-    state: str,
-    ends: tuple[int, str],
-    job: Job,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    refused, state, ends, job, tmp_path, monkeypatch
+):
     def requeue_without(*_: object) -> None:
         if refused:
             raise SlurmError("scontrol requeue 7: Access/permission denied")
@@ -234,9 +217,7 @@ def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
 
 
 @pytest.mark.parametrize("excludes", [True, False])
-def test_nodes_of_slow_ranks_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, excludes: bool
-) -> None:
+def test_nodes_of_slow_ranks_are_left_out(tmp_path, monkeypatch, job, excludes):
     asked: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(
         attempt.queue, "requeue", lambda job_id, nodes: asked.append((job_id, nodes))
@@ -279,7 +260,7 @@ def start(
 
 
 @pytest.fixture
-def submitted(tmp_path: Path, job: Job) -> RunFolder:
+def submitted(tmp_path, job):
     folder = RunFolder(tmp_path / job.id)
     begin(folder, job, [], state="submitted")
     folder.release()
@@ -287,12 +268,8 @@ def submitted(tmp_path: Path, job: Job) -> RunFolder:
 
 
 def test_a_job_that_was_edited_after_its_submission_says_so(
-    submitted: RunFolder,
-    job: Job,
-    put: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    submitted, job, put, monkeypatch, capsys
+):
     put(srun="exit 1", scontrol="echo JobState=FAILED")
     monkeypatch.setenv("SLURM_JOB_NAME", "a")
     for made, says in ((job, False), (with_value(job, "training.seed", 99), True)):
@@ -303,7 +280,7 @@ def test_a_job_that_was_edited_after_its_submission_says_so(
         assert (warning in capsys.readouterr().err) == says
 
 
-def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder, job: Job) -> None:
+def test_code_that_is_gone_is_not_replaced_by_other_code(submitted, job):
     run = submitted.path
     # An attempt that still runs keeps its status.
     begin_again(submitted, job)
@@ -323,10 +300,10 @@ def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder, j
         "machine",
         EXIT_MACHINE,
     )
-    assert submitted.errors.first()["message"] == row["error.message"]  # type: ignore[index]
+    assert submitted.errors.first()["message"] == row["error.message"]
 
 
-def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_path: Path) -> None:
+def test_code_that_cannot_be_imported_leaves_a_row(submitted, tmp_path):
     code = tmp_path / "code"
     shutil.copytree(
         ROOT / "harness", code / "harness", ignore=shutil.ignore_patterns("__pycache__")

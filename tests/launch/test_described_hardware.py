@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -51,7 +50,7 @@ CLUSTER = "cluster=slurm_h100"
 
 
 @pytest.fixture(scope="module")
-def on_h20(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def on_h20(tmp_path_factory):
     """A job on the user's cluster, composed from a file of the user."""
     folder = tmp_path_factory.mktemp("my_conf")
     (folder / "cluster").mkdir()
@@ -60,7 +59,7 @@ def on_h20(tmp_path_factory: pytest.TempPathFactory) -> Job:
         return compose_job([*JOB, "cluster=h20"])
 
 
-def test_a_file_of_the_user_describes_an_accelerator(on_h20: Job) -> None:
+def test_a_file_of_the_user_describes_an_accelerator(on_h20):
     device = on_h20.cluster.gpu
     assert device is not None and device.name == "H20" and device.source == "cluster.hardware"
     halves = {"bfloat16": 148e12, "float16": 148e12}
@@ -82,9 +81,7 @@ def test_a_file_of_the_user_describes_an_accelerator(on_h20: Job) -> None:
     assert Job.from_json(on_h20.to_json()).cluster == on_h20.cluster
 
 
-def test_an_h100_described_by_its_numbers_is_planned_as_an_h100(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_h100_described_by_its_numbers_is_planned_as_an_h100(monkeypatch):
     monkeypatch.setattr("harness.tools.plan.machine.OTHER", ACHIEVED["H100 SXM"])
     known = compose_job([*JOB, CLUSTER, "compile=on"])
     typed = ("cluster.accelerator=Mine", *(f"cluster.hardware.{each}" for each in SAME))
@@ -100,7 +97,7 @@ def test_an_h100_described_by_its_numbers_is_planned_as_an_h100(
     assert job.cluster.gpu == device_of(job) == changed
 
 
-def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:
+def test_runs_are_compared_with_the_described_peaks(on_h20):
     cluster = on_h20.cluster
     assert (
         cluster.with_device("NVIDIA H20") == cluster
@@ -130,7 +127,7 @@ def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:
     assert rates[0] == rates[1] < rates[2]
 
 
-def test_constants_are_fitted_on_the_described_accelerator(on_h20: Job, tmp_path: Path) -> None:
+def test_constants_are_fitted_on_the_described_accelerator(on_h20, tmp_path):
     """Of runs that name no accelerator, the command's cluster describes it."""
     truth = Calibration(replace(START, matmul=0.5))
     unnamed = on_h20.on_accelerator_of(ClusterConfig())

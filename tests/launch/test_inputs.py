@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from contextlib import nullcontext
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,7 +22,7 @@ from harness.util.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def as_if_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_if_shared(tmp_path, monkeypatch):
     """Treat pytest's temporary folders as shared."""
     monkeypatch.setattr(inputs, "_NODE_LOCAL", ("/local",))
     monkeypatch.setattr(inputs.tempfile, "gettempdir", lambda: "/local")
@@ -77,9 +76,7 @@ LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
         (("tokenizer=bytes", "checkpoint.initial_load_path={here}"), ""),
     ],
 )
-def test_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: tuple[str, ...], says: str
-) -> None:
+def test_what_is_missing(tmp_path, capsys, typed, says):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "prefix.idx").touch()
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
@@ -88,7 +85,7 @@ def test_what_is_missing(
     assert ("NOTE not checked, because nodes may see" in capsys.readouterr().err) == is_unseen
 
 
-def test_a_run_on_this_machine_sees_all_paths(tmp_path: Path) -> None:
+def test_a_run_on_this_machine_sees_all_paths(tmp_path):
     for path in ("/not/here/either/*.txt", "/local/data/*.txt", f"{tmp_path}/*.txt"):
         with pytest.raises(ConfigError, match="no file matches"):
             require_inputs(compose_job([*LOCAL, "model=llama3_tiny", f"data.paths=[{path}]"]))
@@ -100,7 +97,7 @@ def test_a_run_on_this_machine_sees_all_paths(tmp_path: Path) -> None:
         )
 
 
-def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path: Path) -> None:
+def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "some text of a document"}\n' * 9)
     typed = [
         *("model=llama3_tiny", "data=local_jsonl", f"data.paths=[{tmp_path}/a.jsonl]"),
@@ -159,7 +156,7 @@ ALONE = ("data.attend_across_documents=false", "tokenizer=bytes")
         ),
     ],
 )
-def test_sources_that_must_be_tokenized(tmp_path: Path, typed: tuple[str, ...], says: str) -> None:
+def test_sources_that_must_be_tokenized(tmp_path, typed, says):
     (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
     typed = tuple(each.replace("{here}", str(tmp_path)) for each in typed)
     size = ("data.tokenize_limit_gib=0", f"data.cache_dir={tmp_path}/cache")
@@ -173,9 +170,7 @@ def open_train(job: Job) -> None:
     open_cache(source, build_tokenizer(job.tokenizer), split="train", **options)
 
 
-def test_a_file_that_is_named_twice_is_read_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("x")
     require(*LOCAL, f"data.paths=[{tmp_path}/a.txt,{tmp_path}/b.txt]")

@@ -62,12 +62,12 @@ if os.environ.get("RANK") == "{rank}":
 
 
 @pytest.fixture(params=["harness", "torchrun"])
-def starter(request: pytest.FixtureRequest) -> str:
+def starter(request):
     return str(request.param)
 
 
 @pytest.fixture
-def start(launch: Start, starter: str) -> Start:
+def start(launch, starter):
     """Starts two ranks by the harness or by torchrun."""
 
     def run(*overrides: str, **options: Any) -> Launch:
@@ -84,9 +84,7 @@ def check_end(job: Launch, starter: str, code: int) -> None:
     assert job.ranks() == {}
 
 
-def test_a_users_error_is_one_line_and_the_job_goes_on(
-    start: Start, starter: str, tmp_path: Path
-) -> None:
+def test_a_users_error_is_one_line_and_the_job_goes_on(start, starter, tmp_path):
     text = tmp_path / "corpus.txt"
     text.write_bytes(b"\xff" * 99)  # only reading it shows that it is not UTF-8
     overrides = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}/cache")
@@ -116,14 +114,14 @@ def test_a_users_error_is_one_line_and_the_job_goes_on(
     assert (earlier / "errors").is_dir() and (earlier / "overrides.txt").is_file()
 
 
-def test_a_wrong_number_of_ranks_is_reported_once(launch: Start) -> None:
+def test_a_wrong_number_of_ranks_is_reported_once(launch):
     job = launch("parallelism=single", "training.steps=3", module=TORCHRUN)
     assert job.finish() != 0
     assert job.err.count("error: ") == 1, job.err
     assert not (job.folder / "runs").exists()
 
 
-def test_a_bug_in_one_rank_ends_the_others_at_once(start: Start, starter: str) -> None:
+def test_a_bug_in_one_rank_ends_the_others_at_once(start, starter):
     patch = patch_rank(1, 'raise LookupError("broken here")')
     if starter == "harness":  # torchrun gives ranks half a minute to end
         # Rank 0 is nowhere near a collective: it cannot notice by itself that rank 1 is gone.
@@ -139,7 +137,7 @@ def test_a_bug_in_one_rank_ends_the_others_at_once(start: Start, starter: str) -
         assert status["state"] == "failed" and status["time"] >= error["time"]
 
 
-def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start) -> None:
+def test_a_killed_rank_is_the_cause_and_not_its_peers(launch):
     job = launch(*TWO_RANKS, *LONG)
     job.wait_for_step()
     os.kill(job.ranks()[1], signal.SIGKILL)
@@ -151,7 +149,7 @@ def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start) -> None:
     assert job.read("status.json")["state"] == "failed"
 
 
-def test_ranks_that_leave_with_exit_code_0_have_not_completed(launch: Start) -> None:
+def test_ranks_that_leave_with_exit_code_0_have_not_completed(launch):
     patch = patch_rank(0, "os._exit(0)") + patch_rank(1, "os._exit(0)")
     job = launch(*TWO_RANKS, *LONG, patch=patch)
     check_end(job, "harness", EXIT_MACHINE)
@@ -169,9 +167,7 @@ def test_ranks_that_leave_with_exit_code_0_have_not_completed(launch: Start) -> 
     ],
     ids=["harness", "torchrun", "one rank"],
 )
-def test_a_stop_request_ends_all_ranks_at_one_step(
-    launch: Start, starter: str, number: signal.Signals, layout: list[str]
-) -> None:
+def test_a_stop_request_ends_all_ranks_at_one_step(launch, starter, number, layout):
     module = TORCHRUN if starter == "torchrun" else ("harness.train",)
     job = launch(*layout, *LONG, "metrics.log_interval=1", module=module)
     job.wait_for_step()
@@ -194,7 +190,7 @@ def test_a_stop_request_ends_all_ranks_at_one_step(
     assert not list((job.run_dir / "errors").iterdir())
 
 
-def test_a_second_interrupt_ends_at_once(launch: Start) -> None:
+def test_a_second_interrupt_ends_at_once(launch):
     job = launch(*TWO_RANKS, *LONG)
     job.wait_for_step()
     os.kill(job.ranks()[1], signal.SIGSTOP)
@@ -214,7 +210,7 @@ def somewhere_else():
 """
 
 
-def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launch: Start) -> None:
+def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launch):
     """The short timeout holds from the second step of this process on, whichever step that is."""
     job = [*TWO_RANKS, *LONG, "metrics.log_interval=1", "cluster.step_timeout_seconds=4"]
     first = launch(*job)
@@ -253,7 +249,7 @@ def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launc
     assert "in somewhere_else" in absent and "in world_total" not in absent
     # Read the files as torch's own analysis does.
     dumps = [read_dump("gloo_", str(folder / f"gloo_{rank}")) for rank in (0, 1)]
-    ends = [dump["entries"][-1]["collective_seq_id"] for dump in dumps]  # type: ignore[index]
+    ends = [dump["entries"][-1]["collective_seq_id"] for dump in dumps]
     assert ends[0] == ends[1] + 1
     analysis = [
         sys.executable,
@@ -269,7 +265,7 @@ def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launc
     assert "missing_ranks" in said or "{1}" in said
 
 
-def test_a_killed_controller_leaves_no_orphans_and_no_lock(start: Start, starter: str) -> None:
+def test_a_killed_controller_leaves_no_orphans_and_no_lock(start, starter):
     job = start(*LONG)
     job.wait_for_step()
     job.process.send_signal(signal.SIGKILL)
@@ -289,7 +285,7 @@ def test_a_killed_controller_leaves_no_orphans_and_no_lock(start: Start, starter
     assert (job.run_dir / "attempts" / "1" / "result.json").is_file()
 
 
-def test_numbers_gone_wrong_are_one_line_that_says_where_the_evidence_is(launch: Start) -> None:
+def test_numbers_gone_wrong_are_one_line_that_says_where_the_evidence_is(launch):
     job = launch(
         "optimizer.lr=1e38", "schedule=constant", "training.steps=50", "training.max_norm=0"
     )
@@ -300,7 +296,7 @@ def test_numbers_gone_wrong_are_one_line_that_says_where_the_evidence_is(launch:
     assert list((job.run_dir / "evidence").glob("*.pt"))
 
 
-def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch: Start) -> None:
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch):
     job = launch(*TWO_RANKS, *LONG, environment={"OMP_NUM_THREADS": "3"})
     until(lambda: len(job.ranks()) == 2)
     for pid in job.ranks().values():
@@ -312,7 +308,7 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch: Start) -> 
 
 
 @pytest.mark.parametrize("peer_failed", [False, True])
-def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path: Path, peer_failed: bool) -> None:
+def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path, peer_failed):
     """A rank 0 that is stopped before training begins sees only the interruption."""
     job = tiny(f"runs_dir={tmp_path}")
     folder = RunFolder(job.run_dir)
@@ -325,7 +321,7 @@ def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path: Path, peer_fa
     assert (row["exit_reason"], row["exit_code"]) == expected
 
 
-def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch):
     job = with_value(
         tiny(*TWO_RANKS, "training.global_batch_size=4"), "cluster.start_timeout_seconds", 1
     )
@@ -343,9 +339,7 @@ LONE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(
-    launch: Start, number: signal.Signals
-) -> None:
+def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(launch, number):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     job = launch(*TWO_RANKS, environment={**LONE, "MASTER_PORT": str(port)})
@@ -372,9 +366,7 @@ def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(
         (["-m", "training.seed=1,2"], "a multirun (-m) starts the ranks of all its jobs"),
     ],
 )
-def test_variables_of_a_launcher_that_started_nothing(
-    launch: Start, overrides: list[str], says: str
-) -> None:
+def test_variables_of_a_launcher_that_started_nothing(launch, overrides, says):
     job = launch(*overrides, environment={"RANK": "0", "WORLD_SIZE": "1"})
     assert job.finish() == EXIT_USER
     assert f"error: RANK=0 and WORLD_SIZE=1 are set, as torchrun does: {says}" in job.err
@@ -382,7 +374,7 @@ def test_variables_of_a_launcher_that_started_nothing(
     assert not list(job.folder.rglob("metrics.jsonl"))
 
 
-def test_a_layout_that_does_not_fit_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_does_not_fit_names_the_variable(monkeypatch):
     for name, value in {**LONE, "RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
@@ -407,7 +399,7 @@ def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
     return done.stderr + done.stdout
 
 
-def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: Path) -> None:
+def test_a_sweep_goes_on_after_failures_and_names_them(launch, tmp_path):
     """Two points that are not valid jobs, one whose text is not UTF-8, and one that completes."""
     (tmp_path / "there.txt").write_text("All the world is text. " * 200)
     (tmp_path / "wrong.txt").write_bytes(b"\xff" * 99)
@@ -449,7 +441,7 @@ STUDY = ("sweep=optuna", "sweep.n_trials=2", "sweep.n_jobs=1", "optimizer.lr=int
 
 
 @pytest.mark.parametrize("axes", [GRID, STUDY], ids=["grid", "study"])
-def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[str, ...]) -> None:
+def test_a_killed_sweep_is_resumed(launch, tmp_path, axes):
     typed = ("-m", *axes, "name=cut", "training.steps=200", "checkpoint.interval=10")
     typed = (*typed, "metrics.log_interval=10")
     first = launch(*typed)

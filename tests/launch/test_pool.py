@@ -6,7 +6,6 @@ import multiprocessing as mp
 import os
 import signal
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -54,12 +53,12 @@ def not_picklable() -> object:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
+def pair():
     with RankPool(2, timeout_seconds=60) as ranks:
         yield ranks
 
 
-def test_values_come_back_by_rank_and_failures_name_theirs(pair: RankPool) -> None:
+def test_values_come_back_by_rank_and_failures_name_theirs(pair):
     assert pair.run(2, own_rank) == [0, 1]
     assert pair.run(1, own_rank) == [0]
     assert pair.run(2, sum_of_ranks, 1.0) == [3.0, 3.0]
@@ -86,7 +85,7 @@ def own_a_pool(connection: Connection) -> None:
     pool.run(2, fail_on, 1, "hangs")
 
 
-def test_a_killed_owner_leaves_no_ranks() -> None:
+def test_a_killed_owner_leaves_no_ranks():
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     owner = context.Process(target=own_a_pool, args=(theirs,))
@@ -105,7 +104,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_an_error_of_the_user_on_one_rank_ends_all() -> None:
+def test_an_error_of_the_user_on_one_rank_ends_all():
     job = compose_job(["model=llama3_tiny", "cluster.device=cpu", "parallelism.dp_shard=2"])
     with pytest.raises(UserError, match=r"^x=1: is refused$"):
         run_on_ranks(job, f"{__name__}:refuse_on_last")

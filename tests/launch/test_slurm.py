@@ -110,7 +110,7 @@ def script(home: Path, *jobs: Job, planned: bool = False) -> str:
     return Submission(list(jobs), [home] * len(jobs), home, "x").script(planned=planned)
 
 
-def test_the_script_is_this_one(tmp_path: Path) -> None:
+def test_the_script_is_this_one(tmp_path):
     made = job(
         *("model=llama3_8b", "parallelism=fsdp_tp", "parallelism.dp_shard=8", "parallelism.tp=4"),
         *(
@@ -138,9 +138,7 @@ def test_the_script_is_this_one(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir()), "a script is only text"
 
 
-def test_points_of_one_shape_are_one_array_and_a_percent_sign_in_a_path_is_no_field(
-    tmp_path: Path,
-) -> None:
+def test_points_of_one_shape_are_one_array_and_a_percent_sign_in_a_path_is_no_field(tmp_path):
     home = tmp_path / "%j"
     jobs = [job("cluster.max_running=2", f"training.seed={seed}") for seed in (1, 2, 3)]
     assert len({shape_of(each) for each in jobs}) == 1
@@ -165,7 +163,7 @@ def test_points_of_one_shape_are_one_array_and_a_percent_sign_in_a_path_is_no_fi
         ("cluster=slurm_cpu parallelism.dp_shard=4 parallelism.tp=2", (4, 2)),
     ],
 )
-def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) -> None:
+def test_nodes_follow_from_the_layout(overrides, shape):
     made = job(*overrides.split())
     asked = shape_of(made)
     options = dict(asked.options)
@@ -177,9 +175,7 @@ def test_nodes_follow_from_the_layout(overrides: str, shape: tuple[int, int]) ->
     assert options.get("gpus-per-node") == (None if made.cluster.device == "cpu" else str(shape[1]))
 
 
-def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by_gres(
-    tmp_path: Path,
-) -> None:
+def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by_gres(tmp_path):
     options = (
         "{reservation: night, mail-type: END, gres: 'nvme:1', wait-all-nodes: 1, "
         "time-min: 10, hold: true}"
@@ -195,14 +191,12 @@ def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by
     assert not [option for option in command if option.startswith("--distribution")]
 
 
-def test_the_users_variables_win_over_those_of_fields() -> None:
+def test_the_users_variables_win_over_those_of_fields():
     asked = shape_of(job("cluster.socket_ifname=ib0", "cluster.env.NCCL_SOCKET_IFNAME=ib"))
     assert asked.exports == ("export NCCL_SOCKET_IFNAME=ib", "export GLOO_SOCKET_IFNAME=ib0")
 
 
-def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(monkeypatch):
     for name, value in (
         ("PARTITION", "cpu"),
         ("ACCOUNT", "me"),
@@ -216,7 +210,7 @@ def test_what_the_user_has_set_for_sbatch_does_not_win_over_the_job(
     assert os.environ["SBATCH_TIMELIMIT"] == "1"
 
 
-def test_times_are_read_as_sbatch_reads_them() -> None:
+def test_times_are_read_as_sbatch_reads_them():
     forms = {"90": 90, "1:30": 2, "1:30:00": 90, "2-12": 3600, "2-1:00:30": 2941, "2-12:30": 3630}
     assert {text: minutes_of(text) for text in forms} == forms
     for text in ("0", "-5", "1:2:3:4", "", "a day"):
@@ -224,7 +218,7 @@ def test_times_are_read_as_sbatch_reads_them() -> None:
             minutes_of(text)
 
 
-def test_a_costly_job_needs_confirmation() -> None:
+def test_a_costly_job_needs_confirmation():
     made = job("cluster=slurm_h100", "parallelism.dp_shard=64", "cluster.time=10:00:00")
     assert cost_in_words([made]) == "at most 640 GPU-hours (H100 SXM)"
     with pytest.raises(
@@ -250,9 +244,7 @@ PartitionName=free DefaultTime=NONE MaxTime=UNLIMITED
 """
 
 
-def test_a_time_limit_that_is_not_given_is_the_partitions(
-    put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_limit_that_is_not_given_is_the_partitions(put, monkeypatch):
     made = job("cluster.time=null")
     assert "time" not in dict(shape_of(made).options)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -268,9 +260,7 @@ def test_a_time_limit_that_is_not_given_is_the_partitions(
     queue.partition_minutes.cache_clear()
 
 
-def test_one_task_a_rank_and_all_end_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_task_a_rank_and_all_end_together(tmp_path, monkeypatch):
     made = job(
         "cluster=slurm_h100", "parallelism.dp_shard=16", "cluster.srun_args=['--cpu-bind=none']"
     )
@@ -305,9 +295,7 @@ def test_one_task_a_rank_and_all_end_together(
         (SlurmJobRecord("x"), None),  # the only job of that name has ended
     ],
 )
-def test_a_records_job_is_found_by_its_id_or_name(
-    record: SlurmJobRecord, found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_records_job_is_found_by_its_id_or_name(record, found, monkeypatch):
     shown = (
         "7|a.1|RUNNING|None\n8_0|b.2|RUNNING|None\n8_1|b.2|PENDING|Resources\n9|b.2|PENDING|None\n"
     )
@@ -321,9 +309,7 @@ def test_a_records_job_is_found_by_its_id_or_name(
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
-def test_a_requeue_that_ends_scontrol_excludes_nodes(
-    state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requeue_that_ends_scontrol_excludes_nodes(state, monkeypatch):
     """SLURM signals all processes of a job that it requeues, also the scontrol that asked for it."""
     typed = []
 
@@ -344,9 +330,7 @@ def test_a_requeue_that_ends_scontrol_excludes_nodes(
     )
 
 
-def test_a_scheduler_without_answer_has_not_forgotten(
-    put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_without_answer_has_not_forgotten(put, monkeypatch):
     def say(words: str, where: str = ">&2") -> None:
         line = f"echo '{words}' {where}; exit 1"
         put(scontrol=line, squeue=line, sacct=line)
@@ -362,7 +346,7 @@ def test_a_scheduler_without_answer_has_not_forgotten(
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
 
-def test_what_users_write_is_not_read_as_facts(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_users_write_is_not_read_as_facts(put, monkeypatch):
     names = (
         "JobId=7 JobName=a JobState=COMPLETED UserId=root(0) JobState=RUNNING Restarts=0 "
         "ExcNodeList=node9"
@@ -378,9 +362,7 @@ def test_what_users_write_is_not_read_as_facts(put: Put, monkeypatch: pytest.Mon
         queue.jobs()
 
 
-def test_a_missing_configuration_of_slurm_is_named(
-    put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_configuration_of_slurm_is_named(put, monkeypatch):
     put(sbatch="sleep 60", srun="", squeue="sleep 60")
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     for ask in (queue.require_slurm, queue.jobs):
@@ -389,8 +371,8 @@ def test_a_missing_configuration_of_slurm_is_named(
 
 
 def test_errors_of_sbatch_are_shown_once_and_waiting_is_announced(
-    put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    put, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(queue, "ANSWER_SECONDS", 0.05)
     slow = "sleep 0.3; echo 'sbatch: error: no such partition' >&2; exit 1"
     put(sbatch=slow)
@@ -408,7 +390,7 @@ def test_errors_of_sbatch_are_shown_once_and_waiting_is_announced(
     assert queue.submit_script(tmp_path / "x.sh") == "4711"
 
 
-def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path: Path) -> None:
+def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path):
     def has_progress(*attempts: tuple[int | None, int | None]) -> bool:
         """Give the first and last steps of the attempts; the last one is in the run folder itself."""
         places = [*(f"attempts/{9 + number}" for number in range(len(attempts) - 1)), "."]
@@ -425,7 +407,7 @@ def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path: Pat
     assert has_progress((0, 5), (5, 5), (5, 6))
 
 
-def test_ranks_that_srun_names(tmp_path: Path) -> None:
+def test_ranks_that_srun_names(tmp_path):
     (tmp_path / "rank2.err").write_text(
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
     )
@@ -470,8 +452,8 @@ def run_script(
     ],
 )
 def test_a_line_of_setup_that_fails_ends_the_run_and_is_named(
-    setup: str, line: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    setup, line, code, tmp_path, monkeypatch
+):
     made = job(f"cluster.setup={setup}", "cluster.snapshot=false")
     folder = RunFolder(tmp_path / "it's 100%")
     begin(folder, made, [], state="submitted")
@@ -483,9 +465,7 @@ def test_a_line_of_setup_that_fails_ends_the_run_and_is_named(
     assert folder.row["error.message"].startswith(says)
 
 
-def test_a_script_without_a_run_folder_and_setup_that_bash_cannot_read(
-    put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_without_a_run_folder_and_setup_that_bash_cannot_read(put, tmp_path, monkeypatch):
     ended = run_script(job(), tmp_path, monkeypatch)
     assert ended.returncode == 2
     assert ended.stderr.startswith(
@@ -534,9 +514,7 @@ TORCH = "torch sees no CUDA device on node7"
         ),
     ],
 )
-def test_gpus_that_torch_cannot_use(
-    case: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_that_torch_cannot_use(case, monkeypatch, tmp_path):
     device, visible, driver, built, says = case
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", built)
@@ -557,7 +535,7 @@ def test_gpus_that_torch_cannot_use(
 SICK = "0, 12, 81559, 0\n1, 40960, 81559, 0\n2, 0, 81559, 3\n3, 0, 16000, [N/A]"
 
 
-def test_faults_of_a_node(put: Put, tmp_path: Path) -> None:
+def test_faults_of_a_node(put, tmp_path):
     (tmp_path / "logs").mkdir()
     put(nvidia_smi=f"printf '{SICK}'")
     assert faults.faults_here(tmp_path, 0) == []
@@ -576,7 +554,7 @@ def test_faults_of_a_node(put: Put, tmp_path: Path) -> None:
     assert missing == f"cannot write into {tmp_path / 'none'}: No such file or directory"
 
 
-def test_unfit_nodes_are_named(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfit_nodes_are_named(put, tmp_path, monkeypatch):
     answers = '{"n1": []}\\n{"n2": ["4 of 8 GPUs found"]}'
     srun = f"printf '{answers}'; echo 'srun: error: n3: oops' >&2; exit 1"
     put(srun=srun, scontrol="echo n1 n2 n3")
@@ -588,7 +566,7 @@ def test_unfit_nodes_are_named(put: Put, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     """A package with a private module, a link to a file outside, and files that are not code."""
     package = tmp_path / "checkout" / "harness"
     for name, text in (
@@ -609,9 +587,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def test_a_snapshot_is_the_code_with_its_permissions_and_is_taken_once(
-    package: Path, tmp_path: Path
-) -> None:
+def test_a_snapshot_is_the_code_with_its_permissions_and_is_taken_once(package, tmp_path):
     home = tmp_path / "home"
     taken = take_snapshot(home)
     copied = {
@@ -637,9 +613,7 @@ def test_a_snapshot_is_the_code_with_its_permissions_and_is_taken_once(
         ("generated.py", "has 10 MB"),
     ],
 )
-def test_links_and_large_files_are_refused(
-    package: Path, tmp_path: Path, name: str, says: str
-) -> None:
+def test_links_and_large_files_are_refused(package, tmp_path, name, says):
     if name == "generated.py":
         with (package / name).open("wb") as file:
             file.truncate(LARGEST_BYTES + 1)
@@ -654,9 +628,7 @@ def test_links_and_large_files_are_refused(
     ("number", "says"),
     [(errno.ENOSPC, "disk full or quota exceeded"), (errno.EACCES, "Permission denied")],
 )
-def test_a_copy_that_fails_leaves_nothing(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
-) -> None:
+def test_a_copy_that_fails_leaves_nothing(package, tmp_path, monkeypatch, number, says):
     written: list[Path] = []
 
     def fail_at_the_second(original: Path, copy: Path) -> None:

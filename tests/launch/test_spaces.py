@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -35,16 +34,16 @@ def jobs_of(space: str, *overrides: str) -> tuple[list[Job], list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_every_space_has_a_row_in_the_readme() -> None:
+def test_every_space_has_a_row_in_the_readme():
     assert sorted(ROWS) == SPACES
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_a_space_has_the_points_that_its_row_says(space: str) -> None:
+def test_a_space_has_the_points_that_its_row_says(space):
     lines = (ROOT / "sweeps" / f"{space}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_" and lines[1].startswith("# ")
     jobs, reasons = jobs_of(space)
@@ -55,7 +54,7 @@ def test_a_space_has_the_points_that_its_row_says(space: str) -> None:
         assert len({job.numerics_id for job in jobs}) == 1, "layouts that compute one thing"
 
 
-def test_layouts_8_is_every_layout_of_8_ranks() -> None:
+def test_layouts_8_is_every_layout_of_8_ranks():
     jobs, _ = jobs_of("layouts_8", "model=llama3_8b", "training.global_batch_size=64")
     degrees = {tuple(job.parallelism.degrees.values()) for job in jobs}
     every = {
@@ -67,7 +66,7 @@ def test_layouts_8_is_every_layout_of_8_ranks() -> None:
     assert degrees == every
 
 
-def test_a_point_is_a_job_by_the_command_that_a_report_prints() -> None:
+def test_a_point_is_a_job_by_the_command_that_a_report_prints():
     ran: list[Job] = []
     verb = Verb("train", lambda job, _: ran.append(job) or 0, job=Job, sweep=lambda points: 0)
     own = ["data=synthetic", "tokenizer=bytes", "cluster=slurm_cpu"]
@@ -93,7 +92,7 @@ hydra:
 
 
 @pytest.fixture
-def conf(tmp_path: Path) -> Iterator[Path]:
+def conf(tmp_path):
     """A folder of configurations with a sweep."""
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "listed.yaml").write_text(SPACE)
@@ -115,7 +114,7 @@ def facts(*typed: str) -> list[tuple[int, int, int, bool, int]]:
     ]
 
 
-def test_points_are_listed_axes_multiply_them_and_the_command_line_wins(conf: Path) -> None:
+def test_points_are_listed_axes_multiply_them_and_the_command_line_wins(conf):
     first, second = (2, 1, 7, False), (1, 2, 100, True)
     assert facts() == [(*first, 1), (*first, 2), (*second, 1), (*second, 2)]
     assert facts("training.steps=8,9", "training.seed=3") == [
@@ -129,7 +128,7 @@ def test_points_are_listed_axes_multiply_them_and_the_command_line_wins(conf: Pa
     assert all("parallelism.tp=3" in point.reason for point in points)
 
 
-def test_options_are_neither_composed_nor_copied_for_each_point() -> None:
+def test_options_are_neither_composed_nor_copied_for_each_point():
     axes = [
         "model=llama3_tiny,qwen3_debug",
         "optimizer=adamw",
@@ -158,7 +157,7 @@ def test_options_are_neither_composed_nor_copied_for_each_point() -> None:
         ),
     ],
 )
-def test_a_typo_in_a_point_is_named(conf: Path, right: str, wrong: str, says: str) -> None:
+def test_a_typo_in_a_point_is_named(conf, right, wrong, says):
     (conf / "sweep" / "listed.yaml").write_text(SPACE.replace(right, wrong))
     with pytest.raises(UserError, match=f"^{says}"):
         compose_points(["sweep=listed"])

@@ -76,7 +76,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("row", STATES.splitlines()[1:])
-def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str, tmp_path: Path) -> None:
+def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row, tmp_path):
     status, record, listed, state, reason = (each.strip() for each in re.split(COLUMNS, row)[1:-1])
     queue = Jobs([Queued("7", "a", *QUEUED[listed].split("|"))]) if listed in QUEUED else Jobs([])
     row = {"error.kind": "peer", "error.rank": 0, "error.message": "lost"}
@@ -131,7 +131,7 @@ class Slurm:
 
 
 @pytest.fixture
-def mocked(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
+def mocked(put, monkeypatch, tmp_path):
     monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
     folder = SweepFolder(tmp_path / "sweep")
     job = compose_job(
@@ -146,7 +146,7 @@ def mocked(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: 
     return Slurm(put, monkeypatch, folder)
 
 
-def test_slurm_is_queried_once(mocked: Slurm) -> None:
+def test_slurm_is_queried_once(mocked):
     # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
     mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
     mocked.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
@@ -181,9 +181,7 @@ def test_slurm_is_queried_once(mocked: Slurm) -> None:
     assert err == "1 job not in SLURM's queue, without a result; in 0 s missing rows are written\n"
 
 
-def test_a_sweep_is_cancelled_by_one_command(
-    mocked: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_is_cancelled_by_one_command(mocked, monkeypatch):
     mocked.prints(
         "squeue",
         *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)),
@@ -210,9 +208,7 @@ def test_a_sweep_is_cancelled_by_one_command(
     assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
 
 
-def test_cancel_fails_unless_the_job_has_ended(
-    mocked: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_fails_unless_the_job_has_ended(mocked, monkeypatch):
     mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
     over = "scancel: error: Kill job error on job id 7_0: Invalid job id specified"
     mocked.prints("scancel", over, file="fails")
@@ -226,7 +222,7 @@ def test_cancel_fails_unless_the_job_has_ended(
     assert mocked.verb("cancel", code=EXIT_MACHINE) == silent
 
 
-def test_without_slurm_jobs_may_run(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_jobs_may_run(mocked, monkeypatch):
     mocked.prints(
         "squeue", "squeue: fatal: Could not establish a configuration source", file="fails"
     )
@@ -243,7 +239,7 @@ def test_without_slurm_jobs_may_run(mocked: Slurm, monkeypatch: pytest.MonkeyPat
     assert f"{POINTS} points submitted to SLURM, and there is no squeue here" in err
 
 
-def test_folders_are_shown_without_an_answer(mocked: Slurm) -> None:
+def test_folders_are_shown_without_an_answer(mocked):
     mocked.prints(
         "squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails"
     )
@@ -258,7 +254,7 @@ def test_folders_are_shown_without_an_answer(mocked: Slurm) -> None:
     assert states == ["running", "failed", *["pending"] * (POINTS - 2)]
 
 
-def test_suspended_and_blocked_points(mocked: Slurm) -> None:
+def test_suspended_and_blocked_points(mocked):
     points = mocked.sweep.points()
     for n, point in enumerate(points[4:], start=4):
         SlurmJobRecord("sweep.2", n).write(
@@ -281,7 +277,7 @@ def test_suspended_and_blocked_points(mocked: Slurm) -> None:
     assert out == f"cancelled 4 of {POINTS} points\n"
 
 
-def test_failed_points_that_slurm_puts_back_into_its_queue_are_started_once(mocked: Slurm) -> None:
+def test_failed_points_that_slurm_puts_back_into_its_queue_are_started_once(mocked):
     """One lost a node, a person requeued one, SLURM is ending one, and one died with its node."""
     rows = {0: ("peer", "reset by peer"), 3: ("peer", "reset by peer")}
     points = mocked.sweep.points()
@@ -317,7 +313,7 @@ def test_failed_points_that_slurm_puts_back_into_its_queue_are_started_once(mock
 
 
 @pytest.mark.parametrize("trouble", ["held", "job.json", "slurm/job.json"])
-def test_a_damaged_point(trouble: str, mocked: Slurm) -> None:
+def test_a_damaged_point(trouble, mocked):
     """Another process that submits a point again holds its folder."""
     folder = RunFolder(mocked.sweep.points()[0].run_dir)
     if trouble == "held":
@@ -346,9 +342,7 @@ def test_a_damaged_point(trouble: str, mocked: Slurm) -> None:
         ("env", {"HF_TOKEN": "hf_x"}, "cluster.env.HF_TOKEN=***: holds a value of HF_TOKEN"),
     ],
 )
-def test_resumed_jobs_keep_the_rules_for_texts(
-    mocked: Slurm, field: str, text: object, words: str
-) -> None:
+def test_resumed_jobs_keep_the_rules_for_texts(mocked, field, text, words):
     path = mocked.sweep.points()[0].run_dir / "job.json"
     job = json.loads(path.read_text())
     job["cluster"][field] = text
@@ -358,7 +352,7 @@ def test_resumed_jobs_keep_the_rules_for_texts(
     assert words in line and "hf_x" not in line
 
 
-def test_single_runs_have_the_same_verbs(mocked: Slurm) -> None:
+def test_single_runs_have_the_same_verbs(mocked):
     (mocked.sweep.path / "sweep.jsonl").unlink()
     (
         mocked.sweep.path / "p2" / "overrides.txt"

@@ -85,14 +85,14 @@ class Study:
 
 
 @pytest.fixture
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+def study(tmp_path, monkeypatch):
     made = Study(tmp_path)
     monkeypatch.setattr(study_module, "run_point", made.train)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return made
 
 
-def test_values_and_failures_reach_optuna(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_and_failures_reach_optuna(study, capsys):
     assert study(LOG_LR, LAYOUTS, "sweep.n_trials=10") == EXIT_OK
     seen, legal = study.trials, 0
     assert len(seen) == 10
@@ -124,9 +124,7 @@ def test_values_and_failures_reach_optuna(study: Study, capsys: pytest.CaptureFi
         resume(study.folder, out_of_memory=False)
 
 
-def test_a_study_continues_where_it_was_stopped(
-    study: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_continues_where_it_was_stopped(study, capsys):
     """Stopped in the second point of a batch: the first has run, and Optuna does not know its value yet."""
     typed = ("optimizer.lr=interval(1e-4,1e-2)", "sweep.n_jobs=2")
     study.interrupt_at = 4
@@ -144,7 +142,7 @@ def test_a_study_continues_where_it_was_stopped(
     assert [trial.params for trial in after[:4]] == [trial.params for trial in before]
 
 
-def test_a_journal_that_was_cut_off_continues(study: Study) -> None:
+def test_a_journal_that_was_cut_off_continues(study):
     """A killed process can leave half a line, and a trial without its parameters."""
     typed = ("optimizer.lr=interval(1e-4,1e-2)", "sweep.n_trials=1")
     assert study(*typed) == EXIT_OK
@@ -161,14 +159,14 @@ def test_a_journal_that_was_cut_off_continues(study: Study) -> None:
         study(*typed)
 
 
-def test_values_of_a_label_have_own_runs(study: Study) -> None:
+def test_values_of_a_label_have_own_runs(study):
     sampler = ("sweep.sampler=random", "sweep.seed=1", "sweep.n_trials=4")
     assert study("cluster.threads_per_rank=1,2", *sampler) == EXIT_OK
     chosen = {trial.params["cluster.threads_per_rank"] for trial in study.trials}
     assert chosen == {1, 2} and len(study.started) == 2
 
 
-def test_a_finished_study_runs_nothing_and_another_one_needs_another_name(study: Study) -> None:
+def test_a_finished_study_runs_nothing_and_another_one_needs_another_name(study):
     typed = ("optimizer.lr=1e-3,1e-4", "sweep.n_trials=2")
     # A label does not make another study.
     for more in ("metrics.log_interval=1", "metrics.log_interval=2"):
@@ -182,7 +180,7 @@ def test_a_finished_study_runs_nothing_and_another_one_needs_another_name(study:
         study("optimizer.lr=1e-3,1e-2", "sweep.n_trials=3")
 
 
-def test_nothing_valid_can_be_corrected(study: Study) -> None:
+def test_nothing_valid_can_be_corrected(study):
     wrong = ("optimizer.lr=1e-3,1e-4", "parallelism.dp_shard=3", "sweep.n_trials=2")
     assert study(*wrong) == 1
     assert [trial.state for trial in study.trials] == [TrialState.FAIL] * 2
@@ -190,7 +188,7 @@ def test_nothing_valid_can_be_corrected(study: Study) -> None:
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
 
 
-def test_a_failure_ends_the_study_or_has_a_value(study: Study) -> None:
+def test_a_failure_ends_the_study_or_has_a_value(study):
     with pytest.raises(UserError, match=r"too hot; would work: sweep\.max_failure_rate=1"):
         study("optimizer.lr=0.05,0.02", "sweep.max_failure_rate=0")
     assert study("optimizer.lr=0.05,0.02", "sweep.n_trials=2", "sweep.failed=50") == 1
@@ -206,7 +204,7 @@ def test_a_failure_ends_the_study_or_has_a_value(study: Study) -> None:
         ("sweep=degrees sweep.n_trials=3", True),
     ],
 )
-def test_a_setting_or_a_file_with_one_chooses_points_by_results(typed: str, chooses: bool) -> None:
+def test_a_setting_or_a_file_with_one_chooses_points_by_results(typed, chooses):
     assert chooses_points(typed.split()) == chooses
 
 
@@ -220,15 +218,13 @@ def test_a_setting_or_a_file_with_one_chooses_points_by_results(typed: str, choo
         ("cluster.wait=true,false", "cluster.wait: configures the command, not its runs; "),
     ],
 )
-def test_what_is_refused_once_the_study_is_known(study: Study, typed: str, says: str) -> None:
+def test_what_is_refused_once_the_study_is_known(study, typed, says):
     with pytest.raises(UserError) as caught:
         study("optimizer.lr=1e-3,1e-4", *typed.split())
     assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
 
 
-def test_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.setattr(sys, "argv", ["train", "-m", "sweep=optuna"])
     with pytest.raises(SystemExit):
@@ -246,7 +242,7 @@ def test_a_missing_package_is_named(
         ("memory_gib", "minimize"),
     ],
 )
-def test_objectives_have_directions(name: str, direction: str) -> None:
+def test_objectives_have_directions(name, direction):
     check_objective(name)
     assert natural_direction(name, "f") == direction
 
@@ -256,7 +252,7 @@ def test_objectives_have_directions(name: str, direction: str) -> None:
     [{"objective": ["a"]}, {"direction": "up"}, {"shared": [3]}, {"more": 1}],
     ids=str,
 )
-def test_a_damaged_record_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_record_is_one_line(change, tmp_path):
     record = StudyRecord("loss", "minimize", [], [])
     record.write(tmp_path)
     assert StudyRecord.read(tmp_path) == record
@@ -271,7 +267,7 @@ def test_a_damaged_record_is_one_line(change: dict[str, Any], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("direction", "ranked"), [("minimize", [2, 0, 1]), ("maximize", [0, 1, 2])]
 )
-def test_runs_are_ranked_by_the_objective(direction: str, ranked: list[int]) -> None:
+def test_runs_are_ranked_by_the_objective(direction, ranked):
     rows: list[dict[str, Any]] = [
         {"exit_reason": "completed", "a": value} for value in (3, 3, 1, "nan", True)
     ]

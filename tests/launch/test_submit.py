@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.launch import queue, slurm, submit
 from harness.launch import state as lost
 from harness.launch.queue import Jobs, Queued
@@ -19,7 +18,7 @@ from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     return compose_job(
         [
             f"runs_dir={tmp_path}",
@@ -32,7 +31,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.fixture(autouse=True)
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
+def scheduler(monkeypatch):
     """The jobs in the queue; a mocked sbatch accepts every job as job 12."""
     waiting: list[Queued] = []
     for module in (slurm, submit):
@@ -52,7 +51,7 @@ def fail(error: BaseException) -> object:
     return call
 
 
-def test_without_slurm_the_line_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_the_line_says_so(job, monkeypatch):
     monkeypatch.setattr(submit, "require_slurm", queue.require_slurm)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="there is no sbatch here"):
@@ -60,9 +59,7 @@ def test_without_slurm_the_line_says_so(job: Job, monkeypatch: pytest.MonkeyPatc
     assert not job.run_dir.exists()
 
 
-def test_a_full_disk_is_one_line_and_nothing_is_submitted(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line_and_nothing_is_submitted(job, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(slurm, "take_snapshot", fail(full))
     folder = RunFolder(job.run_dir)
@@ -83,9 +80,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(
         submit.submit_one(job, folder, [])
 
 
-def test_an_interrupt_before_sbatch_leaves_a_planned_job(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_sbatch_leaves_a_planned_job(job, monkeypatch):
     folder = RunFolder(job.run_dir)
     monkeypatch.setattr(slurm, "take_snapshot", fail(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -93,9 +88,7 @@ def test_an_interrupt_before_sbatch_leaves_a_planned_job(
     assert folder.state == "planned"
 
 
-def test_all_that_a_job_reads_is_there_before_sbatch(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_a_job_reads_is_there_before_sbatch(job, monkeypatch):
     found: list[bool] = []
 
     def sbatch(script: Path) -> str:
@@ -114,9 +107,7 @@ def test_all_that_a_job_reads_is_there_before_sbatch(
     assert found == [True] * 4
 
 
-def test_a_run_folder_that_was_removed_while_the_job_waits(
-    job: Job, scheduler: list[Queued], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_folder_that_was_removed_while_the_job_waits(job, scheduler, monkeypatch):
     scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
     output = f"{job.run_dir.absolute()}/slurm/12_0_log.out"
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": output})
@@ -128,9 +119,7 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     submit.submit_one(job, RunFolder(job.run_dir), [])
 
 
-def test_the_end_of_a_lost_job_is_shown_before_the_next(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_lost_job_is_shown_before_the_next(job, capsys):
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     (job.run_dir / "slurm" / "12_0_log.out").write_text("/bin/bash: no such interpreter\n")
@@ -144,12 +133,8 @@ def test_the_end_of_a_lost_job_is_shown_before_the_next(
 
 @pytest.mark.parametrize("why", ["interrupted", "requeued", "another user's"])
 def test_a_job_that_slurm_will_start_is_not_submitted_again(
-    why: str,
-    job: Job,
-    scheduler: list[Queued],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    why, job, scheduler, monkeypatch, capsys
+):
     folder = RunFolder(job.run_dir)
     if why == "interrupted":
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -171,7 +156,7 @@ def test_a_job_that_slurm_will_start_is_not_submitted_again(
 
 
 @pytest.fixture
-def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def followed(job, monkeypatch):
     """A run whose job has left the queue."""
     for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
         monkeypatch.setattr(submit, name, 0.01)
@@ -180,9 +165,7 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
-def test_a_late_row_is_no_lost_job(
-    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_row_is_no_lost_job(job, followed, monkeypatch):
     def end_meanwhile(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
         RunRecord(job, followed).end("completed", EXIT_OK, {})
         return dict.fromkeys(wanted, "COMPLETED")
@@ -192,9 +175,7 @@ def test_a_late_row_is_no_lost_job(
     assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
 
 
-def test_a_lost_job_gets_its_row(
-    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_job_gets_its_row(job, followed, monkeypatch):
     other = RunFolder(job.run_dir)
     other.hold()
 
@@ -214,7 +195,7 @@ def test_a_lost_job_gets_its_row(
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", EXIT_OK), ("failed", EXIT_MACHINE)])
-def test_an_unreadable_row(job: Job, followed: RunFolder, state: str, code: int) -> None:
+def test_an_unreadable_row(job, followed, state, code):
     followed.set_status(state)
     (job.run_dir / "result.json").write_text("{")
     assert submit.follow(job, followed) == code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ def sweep(folder: Path, *typed: str, common: tuple[str, ...] = ON_SLURM) -> int:
     return run.sweep(compose_points([*common, f"runs_dir={folder}", *typed]))
 
 
-def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path: Path) -> None:
+def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path):
     folder = SweepFolder(tmp_path)
     for names in ("ba", "acd"):
         folder.add([point(tmp_path, name) for name in names], [Skipped(["x=1"], "cannot be")])
@@ -86,7 +85,7 @@ def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path:
     ],
     ids=lambda line: line[:60],
 )
-def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+def test_a_damaged_line_is_named(line, tmp_path):
     folder = SweepFolder(tmp_path)
     folder.add([point(tmp_path, "a")], [])
     with (tmp_path / FILE).open("a") as file:
@@ -99,7 +98,7 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
 
 
-def test_the_folder_can_be_moved(tmp_path: Path) -> None:
+def test_the_folder_can_be_moved(tmp_path):
     old = tmp_path / "old" / "sweep"
     old.mkdir(parents=True)
     SweepFolder(old).add([point(tmp_path / "old" / "other", "a")], [])
@@ -108,7 +107,7 @@ def test_the_folder_can_be_moved(tmp_path: Path) -> None:
     assert moved.run_dir.resolve() == tmp_path / "new" / "other" / "a"
 
 
-def test_a_sweep_is_named_as_its_jobs_are(tmp_path: Path) -> None:
+def test_a_sweep_is_named_as_its_jobs_are(tmp_path):
     def folder_named(*names: str) -> str:
         found = folder_of([compose_job([f"name={name}", f"runs_dir={tmp_path}"]) for name in names])
         assert found.parent == tmp_path
@@ -136,9 +135,7 @@ def test_a_sweep_is_named_as_its_jobs_are(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_of_points_are_what_differs(
-    typed: list[str], others: list[str], names: list[str]
-) -> None:
+def test_names_of_points_are_what_differs(typed, others, names):
     assert labels([each.split() for each in typed], [each.split() for each in others]) == names
 
 
@@ -152,7 +149,7 @@ def test_names_of_points_are_what_differs(
         ("data.cache_dir=x,y", "data.cache_dir"),
     ],
 )
-def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path) -> None:
+def test_each_value_of_a_label_is_a_point(axis, field, tmp_path):
     switches = ["cluster=slurm_cpu", "cluster.ranks_per_node=1", "metrics=wandb"]
     typed = [*COMMON, *switches, f"runs_dir={tmp_path}", "training.seed=1,2", axis]
     found = unique_points(compose_points(typed))
@@ -173,14 +170,14 @@ def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path)
     assert {point.run_dir for point in found} < {point.run_dir for point in again}
 
 
-def test_no_folder_changes_without_a_sweep_over_labels(tmp_path: Path) -> None:
+def test_no_folder_changes_without_a_sweep_over_labels(tmp_path):
     """Labels that vary with the id, or with the name, are no reason for another folder."""
     for axes in (["training.seed=1,2", "cluster.threads_per_rank=2"], ["name=a,b"]):
         for point in unique_points(compose_points([*COMMON, f"runs_dir={tmp_path}", *axes])):
             assert point.run_dir == point.job.run_dir
 
 
-def test_a_run_before_the_sweep_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_run_before_the_sweep_keeps_its_folder(tmp_path):
     common = [*COMMON, f"runs_dir={tmp_path}"]
     earlier = compose_job([*common, "cluster.threads_per_rank=2"])
     RunFolder(earlier.run_dir).plan(earlier, [])
@@ -196,9 +193,7 @@ def test_a_run_before_the_sweep_keeps_its_folder(tmp_path: Path) -> None:
     assert second.name == f"{earlier.id}-{digest}"
 
 
-def test_points_of_one_label_run_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_of_one_label_run_apart(tmp_path, monkeypatch, capsys):
     """Each run has its value in job.json and in its row; status, the report and the same command agree."""
     ran: list[int | None] = []
 
@@ -228,7 +223,7 @@ def test_points_of_one_label_run_apart(
     assert names_of(found) == names
 
 
-def test_equal_jobs_are_one_point(tmp_path: Path) -> None:
+def test_equal_jobs_are_one_point(tmp_path):
     typed = [
         "cluster.ranks=2",
         "cluster.device=cpu",
@@ -239,7 +234,7 @@ def test_equal_jobs_are_one_point(tmp_path: Path) -> None:
     assert "parallelism.dp_shard=2" in point.overrides
 
 
-def test_labels_added_to_the_command_count_nothing_twice(tmp_path: Path) -> None:
+def test_labels_added_to_the_command_count_nothing_twice(tmp_path):
     folder = SweepFolder(tmp_path)
     for more in ([], ["cluster.wait=true"], ["++cluster.env.A=b"]):
         points = [Point(n, tmp_path / n, [f"training.seed={n}", *more]) for n in ("1", "2")]
@@ -254,8 +249,8 @@ def test_labels_added_to_the_command_count_nothing_twice(tmp_path: Path) -> None
 
 
 def test_a_point_that_never_began_gets_the_labels_of_the_last_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     """A job in the queue keeps those with which it was submitted, and is quoted with them."""
     common = [*ON_SLURM, f"runs_dir={tmp_path}"]
     before, now = (
@@ -292,20 +287,14 @@ def most_at_once(arrays: list[Array]) -> int:
 
 
 @pytest.mark.parametrize(("site", "lengths"), [("3", [3, 3, 1]), ("1001", [7]), ("0", [1] * 7)])
-def test_arrays_are_as_long_as_the_site_allows(
-    site: str,
-    lengths: list[int],
-    tmp_path: Path,
-    put: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_arrays_are_as_long_as_the_site_allows(site, lengths, tmp_path, put, monkeypatch):
     put(scontrol=f"echo 'MaxArraySize            = {site}'")
     monkeypatch.setattr(run, "largest_array", queue.largest_array.__wrapped__)
     own = points(tmp_path, "training.seed=1,2,3,4,5,6,7")
     assert [len(array.points) for array in arrays_of(own, 100)] == lengths
 
 
-def test_the_limit_holds_over_all_shapes(tmp_path: Path) -> None:
+def test_the_limit_holds_over_all_shapes(tmp_path):
     own = points(tmp_path, SHAPES, "training.seed=1,2,3")
     for limit in (1, 2, 3, 4, 5, 7, 12, 100):
         arrays = arrays_of(own, limit)
@@ -322,9 +311,7 @@ def test_the_limit_holds_over_all_shapes(tmp_path: Path) -> None:
     )
 
 
-def test_scripts_have_limits_and_dependencies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scripts_have_limits_and_dependencies(tmp_path, capsys):
     typed = (SHAPES, "training.seed=1,2,3", "cluster.dry_run=true")
     assert sweep(tmp_path, *typed, "cluster.max_running=6") == 0
     said = capsys.readouterr()
@@ -345,9 +332,7 @@ def test_scripts_have_limits_and_dependencies(
     assert found == [(False, False), (False, True), (True, False), (True, True)]
 
 
-def test_points_that_slurm_has_already_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_that_slurm_has_already_count(tmp_path, monkeypatch):
     """Two of a limit of four are in use; then all four, and new points wait for their end."""
     own = points(tmp_path, "training.seed=1,2,3,4,5,6,7,8", "cluster.max_running=4")
     for point in own:
@@ -376,9 +361,7 @@ def test_points_that_slurm_has_already_count(
     assert asked == [(2, [], 4), (4, ["77"], 4)]
 
 
-def test_points_of_another_command_for_the_same_sweep_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_of_another_command_for_the_same_sweep_count(tmp_path, monkeypatch, capsys):
     before = points(tmp_path, "training.seed=1,2")
     SweepFolder(tmp_path / "n").path.mkdir()
     SweepFolder(tmp_path / "n").add(before, [])

@@ -14,7 +14,7 @@ from harness.util.errors import UserError
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "run" / "metrics.jsonl"
 
 
@@ -28,7 +28,7 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in read_metrics(path)]
 
 
-def test_rows_are_there_as_soon_as_they_are_written_or_not_at_all(path: Path) -> None:
+def test_rows_are_there_as_soon_as_they_are_written_or_not_at_all(path):
     file = MetricsFile(path)
     file.write({"step": 1, "loss": 5.5, "mfu": None})
     with pytest.raises(TypeError):
@@ -37,7 +37,7 @@ def test_rows_are_there_as_soon_as_they_are_written_or_not_at_all(path: Path) ->
     file.close()
 
 
-def test_non_finite_floats_are_valid_json_and_come_back(path: Path) -> None:
+def test_non_finite_floats_are_valid_json_and_come_back(path):
     with closing(MetricsFile(path)) as file:
         file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "norms": [-math.inf, 1.0]})
     written = json.loads(path.read_text(), parse_constant=pytest.fail)
@@ -66,7 +66,7 @@ def test_non_finite_floats_are_valid_json_and_come_back(path: Path) -> None:
         ),
     ],
 )
-def test_a_row_broken_by_a_crash_is_cut(path: Path, found: bytes, kept: list[int]) -> None:
+def test_a_row_broken_by_a_crash_is_cut(path, found, kept):
     path.parent.mkdir()
     path.write_bytes(found)
     assert steps(path) == kept  # also before it is repaired
@@ -74,7 +74,7 @@ def test_a_row_broken_by_a_crash_is_cut(path: Path, found: bytes, kept: list[int
     assert steps(path) == [*kept, 3]
 
 
-def test_damage_in_the_middle_is_reported(path: Path) -> None:
+def test_damage_in_the_middle_is_reported(path):
     write(path, 1)
     path.write_bytes(path.read_bytes() + b'garbage\n{"step": 2}\n')
     with pytest.raises(UserError, match="line 2 is not a JSON object"):
@@ -90,7 +90,7 @@ def test_damage_in_the_middle_is_reported(path: Path) -> None:
     assert copy.read_bytes() == b"of an earlier start\n" + found
 
 
-def test_damage_done_while_the_run_writes_is_reported_at_the_end(path: Path) -> None:
+def test_damage_done_while_the_run_writes_is_reported_at_the_end(path):
     file = MetricsFile(path)
     for step in (1, 2, 3):
         file.write({"step": step})
@@ -118,9 +118,7 @@ def test_damage_done_while_the_run_writes_is_reported_at_the_end(path: Path) -> 
         ([], 0, 1, None),
     ],
 )
-def test_missing_rows_are_reported(
-    path: Path, logged: list[int], step: int, interval: int, missing: str | None
-) -> None:
+def test_missing_rows_are_reported(path, logged, step, interval, missing):
     write(path, *logged)
     with closing(MetricsFile(path)) as file:
         file.expect_rows_up_to(step, interval)
@@ -128,7 +126,7 @@ def test_missing_rows_are_reported(
         assert [f"rows of steps {missing} are missing" in note for note in file.notes] == expected
 
 
-def test_truncate_after_a_step(path: Path) -> None:
+def test_truncate_after_a_step(path):
     write(path, 1, 2, 3, 4)
     with closing(MetricsFile(path)) as file:
         assert file.truncate_after(2) == 2

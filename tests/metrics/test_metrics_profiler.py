@@ -15,7 +15,6 @@ import torch
 
 from harness.config.job import Job
 from harness.config.metrics import ProfilingConfig
-from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
@@ -46,7 +45,7 @@ def traces_in(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def profiled(tmp_path_factory):
     """The folder of a run with two traces."""
     own = (*ON, "training.steps=14", "metrics.log_interval=3", "metrics.warmup_steps=1")
     done = jobs.train(tmp_path_factory.mktemp("runs"), *SMALL, *own)
@@ -54,7 +53,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return done.folder.path
 
 
-def test_a_trace_holds_its_steps_and_no_others(profiled: Path) -> None:
+def test_a_trace_holds_its_steps_and_no_others(profiled):
     # The third one would end after the run.
     assert traces_in(profiled) == ["profile/step-10/rank0.json.gz", "profile/step-5/rank0.json.gz"]
     for last in (5, 10):
@@ -72,7 +71,7 @@ def test_a_trace_holds_its_steps_and_no_others(profiled: Path) -> None:
         assert products and all(event["args"]["Input Dims"] for event in products)
 
 
-def test_profiled_steps_do_not_count_and_the_rows_say_so(profiled: Path) -> None:
+def test_profiled_steps_do_not_count_and_the_rows_say_so(profiled):
     rows = {
         row["step"]: row.get("profiled_steps") for row in read_metrics(profiled / "metrics.jsonl")
     }
@@ -90,7 +89,7 @@ def train(job: Job, run_dir: str) -> list[float]:
     return [step.seconds for step in trainer.window._latest]
 
 
-def test_only_the_listed_ranks_write(pool: RankPool, tmp_path: Path) -> None:
+def test_only_the_listed_ranks_write(pool, tmp_path):
     job = jobs.tiny(
         *SMALL, *ON, "parallelism=fsdp", "parallelism.dp_shard=2", "profiling.ranks=[1]"
     )
@@ -103,9 +102,7 @@ def test_only_the_listed_ranks_write(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_running_out_of_memory_writes_a_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
-) -> None:
+def test_running_out_of_memory_writes_a_snapshot(tmp_path, monkeypatch, enabled):
     """With the two functions of torch that need a GPU replaced; tests/test_gpu.py has the real ones."""
     recording: list[Any] = []
     monkeypatch.setattr(

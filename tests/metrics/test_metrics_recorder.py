@@ -26,7 +26,7 @@ def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
     return recorder
 
 
-def test_rows_console_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_console_and_summary(tmp_path, capsys):
     recorder = record(tmp_path)
     recorder.message("hello")
     recorder.log({"step": 1, "loss": 2.0})
@@ -56,15 +56,13 @@ def test_rows_console_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_a_closed_console_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_closed_console_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     def fail(text: str) -> None:
         raise BrokenPipeError("Broken pipe")
 
     recorder = record(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(recorder._console._stream, "write", fail)  # type: ignore[attr-defined]
+        patch.setattr(recorder._console._stream, "write", fail)
         recorder.log({"step": 1, "loss": 2.0})
         recorder.log({"step": 2, "loss": 2.0})
         recorder.close({})
@@ -74,7 +72,7 @@ def test_a_closed_console_does_not_stop_the_run(
     ]
 
 
-def test_a_full_disk_does_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_stop_the_run(tmp_path, monkeypatch):
     def fail(row: dict[str, Any]) -> None:
         raise OSError("No space left on device")
 
@@ -111,7 +109,7 @@ SPARSE = {"step": 1, "loss": float("nan"), "mfu": None, "tokens_per_second": Non
         (SPARSE, "step     1/100  loss nan\n"),
     ],
 )
-def test_plain_row(row: dict[str, Any], line: str) -> None:
+def test_plain_row(row, line):
     """None is left out, and nan is not."""
     out = io.StringIO()
     console = PlainConsole(100, out)
@@ -120,7 +118,7 @@ def test_plain_row(row: dict[str, Any], line: str) -> None:
     assert out.getvalue() == line
 
 
-def test_progress_of_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_verbs(monkeypatch):
     """Lines, and no more than the seconds between them allow."""
     err, times = io.StringIO(), iter([0.0, 0.0, 60.0, 70.0, 130.0])
     monkeypatch.setattr("sys.stderr", err)
@@ -131,7 +129,7 @@ def test_progress_of_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert err.getvalue() == "[2/4] tp, about 0:03:00 left\n[4/4] cp, about 0:00:43 left\n"
 
 
-def test_a_failed_run_has_no_summary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_has_no_summary(capsys):
     """Of its values but the code: the error says the rest."""
     console = make_console("plain", 10)
     console.summary("summary", {"exit": "done"})
@@ -139,9 +137,7 @@ def test_a_failed_run_has_no_summary(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "summary\n  exit  done\n"
 
 
-def test_silent_console_still_warns(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_silent_console_still_warns(caplog, capsys):
     console = make_console("none", 10)
     assert isinstance(console, SilentConsole)
     with caplog.at_level(logging.WARNING):

@@ -27,7 +27,7 @@ JOB: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_wandb_account(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -55,14 +55,7 @@ def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
         ({"WANDB_MODE": "offline"}, False, "online", None),
     ],
 )
-def test_wandb_is_online_with_a_key(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    environment: dict[str, str],
-    netrc: bool,
-    wanted: str | None,
-    mode: str | None,
-) -> None:
+def test_wandb_is_online_with_a_key(monkeypatch, tmp_path, environment, netrc, wanted, mode):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if netrc:
@@ -98,7 +91,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             data = b""
 
 
-def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
+def test_wandb_writes_an_offline_run(tmp_path):
     recorder = record(tmp_path, wandb=True, wandb_group="sweep")
     recorder.log({"step": 7, "loss": 3.5, "mfu": None})
     recorder.log({"step": 5, "loss": 3.25})  # after a resume from an older checkpoint
@@ -120,7 +113,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     assert found == [("7", "3.5", False), ("5", "3.25", False)]
 
 
-def test_tensorboard_has_the_rows_and_purges_what_a_resume_repeats(tmp_path: Path) -> None:
+def test_tensorboard_has_the_rows_and_purges_what_a_resume_repeats(tmp_path):
     first = record(tmp_path, tensorboard=True)
     for step in range(1, 6):
         first.log({"step": step, "loss": 1.0, "mfu": None, "note": "text", "tokens": 128})
@@ -136,7 +129,7 @@ def test_tensorboard_has_the_rows_and_purges_what_a_resume_repeats(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+def store(tmp_path_factory):
     # Creating the tables takes seconds.
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
 
@@ -162,9 +155,7 @@ def history(store: str, run_dir: Path, key: str) -> list[tuple[int, float]]:
     ]
 
 
-def test_mlflow_has_a_run_its_failure_and_its_resumption(
-    store: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_has_a_run_its_failure_and_its_resumption(store, tmp_path, capfd):
     recorder = record(tmp_path, **options(store))
     recorder.log({"step": 1, "loss": 3.5, "mfu": None, "note": "text"})
     recorder.log({"step": 2, "loss": math.nan, "moe.load[0]": 7})
@@ -192,7 +183,7 @@ def test_mlflow_has_a_run_its_failure_and_its_resumption(
     assert "is off" not in capfd.readouterr().out
 
 
-def test_mlflow_has_another_run_for_one_from_the_beginning(store: str, tmp_path: Path) -> None:
+def test_mlflow_has_another_run_for_one_from_the_beginning(store, tmp_path):
     for summary in ({"exit_reason": "SIGTERM"}, {}):
         record(tmp_path, **options(store)).close(summary)
     assert sorted(run.info.status for run in runs(store, tmp_path)[0]) == ["FINISHED", "KILLED"]
@@ -208,7 +199,7 @@ def test_mlflow_has_another_run_for_one_from_the_beginning(store: str, tmp_path:
         ("mlflow", {"mlflow": {"tracking_uri": None, "experiment": None, "tags": {}}}),
     ],
 )
-def test_shipped_views(option: str, shown: dict[str, Any]) -> None:
+def test_shipped_views(option, shown):
     assert compose_job(["model=llama3_tiny", f"metrics={option}"]).metrics.shown == shown
 
 
@@ -247,16 +238,8 @@ def fail(*_: object, **__: object) -> None:
     ],
 )
 def test_a_view_that_fails_is_switched_off_once(
-    store: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    view: str,
-    broken: str,
-    replacement: object,
-    rows: int,
-    reason: str,
-) -> None:
+    store, tmp_path, monkeypatch, capsys, view, broken, replacement, rows, reason
+):
     """When it starts, logs or closes; the file and the other view continue."""
     pytest.importorskip(view)
     monkeypatch.setattr(broken, replacement)

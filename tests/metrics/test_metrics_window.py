@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,7 @@ class Clock:
         self.now += seconds
 
 
-def test_laps_leave_out_validation_and_checkpoint_and_nothing_else() -> None:
+def test_laps_leave_out_validation_and_checkpoint_and_nothing_else():
     clock = Clock()
     timer = StepTimer(clock=clock)
     clock.wait(60.0)
@@ -50,7 +49,7 @@ def test_laps_leave_out_validation_and_checkpoint_and_nothing_else() -> None:
     assert timer.lap().seconds == 0.25
 
 
-def test_queued_work_counts_for_its_step() -> None:
+def test_queued_work_counts_for_its_step():
     clock = Clock()
     queued = [3.0]  # seconds of queued device work
 
@@ -68,7 +67,7 @@ def test_queued_work_counts_for_its_step() -> None:
     assert lap.spent["validation"] == pytest.approx(1.0)
 
 
-def test_misuse_of_sections_is_refused() -> None:
+def test_misuse_of_sections_is_refused():
     timer = StepTimer(clock=Clock())
     with pytest.raises(ValueError, match="no section 'lunch'"), timer.section("lunch"):
         pass
@@ -80,7 +79,7 @@ def test_misuse_of_sections_is_refused() -> None:
     timer.lap()  # an error inside of a section closes it
 
 
-def test_warmup_counts_for_no_throughput() -> None:
+def test_warmup_counts_for_no_throughput():
     window = Window(warmup_steps=2)
     window.add(50.0, 1000)
     window.add(10.0, 1000)
@@ -104,7 +103,7 @@ def test_warmup_counts_for_no_throughput() -> None:
     assert summary["data_share"] == pytest.approx(0.9 / 6)
 
 
-def test_quantiles() -> None:
+def test_quantiles():
     window = Window(warmup_steps=0)
     seconds = [0.9, 1.0, 1.1, 1.3, 5.0, 1.2]
     for value in seconds:
@@ -117,7 +116,7 @@ def test_quantiles() -> None:
     assert summary["step_seconds_spread"] == pytest.approx((deciles[-1] - deciles[0]) / 1.15)
 
 
-def test_a_step_that_compiles_again_counts_as_warm_up() -> None:
+def test_a_step_that_compiles_again_counts_as_warm_up():
     window = Window(warmup_steps=1)
     for seconds, tokens, length in ((9.0, 10, 5), (1.0, 10, 5), (9.0, 20, 10), (1.0, 20, 10)):
         window.add(seconds, tokens, warms_up=seconds == 9.0, seq_len=length)
@@ -138,7 +137,7 @@ ATTENTION = 12 * 32 * 4096 * 8192
 LLAMA3_8B = Flops(PARAMETERS + ATTENTION, PARAMETERS + ATTENTION / 2)
 
 
-def test_published_llama3_8b() -> None:
+def test_published_llama3_8b():
     assert LLAMA3_8B.flops_per_token_full == pytest.approx(57.9e9, rel=1e-3)
     row = utilization(6667, LLAMA3_8B, peak_of("NVIDIA H100 80GB HBM3", "bfloat16"))
     assert row["tflops_per_device"] == pytest.approx(386, abs=0.5)
@@ -148,7 +147,7 @@ def test_published_llama3_8b() -> None:
     )
 
 
-def test_the_peak_is_that_of_the_arithmetic() -> None:
+def test_the_peak_is_that_of_the_arithmetic():
     h100 = peak_of("NVIDIA H100 80GB HBM3", "bfloat16")
     assert peak_of("NVIDIA H100 80GB HBM3", "float8").flops == 1978.9e12
     assert peak_of("NVIDIA H100 80GB HBM3", "float32").flops == 66.9e12
@@ -163,7 +162,7 @@ def test_the_peak_is_that_of_the_arithmetic() -> None:
         assert part in line
 
 
-def test_unknown_hardware_or_throughput_has_no_mfu() -> None:
+def test_unknown_hardware_or_throughput_has_no_mfu():
     assert (
         set(utilization(None, LLAMA3_8B, Peak(1e12, "test")).values())
         == {mfu(None, 1.0, 1.0)}
@@ -176,7 +175,7 @@ def test_unknown_hardware_or_throughput_has_no_mfu() -> None:
     assert describe_inputs(LLAMA3_8B, peak).startswith("no MFU: no known peak for 'Some CPU'; 57.9")
 
 
-def test_peak_follows_an_allocation() -> None:
+def test_peak_follows_an_allocation():
     script = (
         "from harness.metrics.memory import peak_memory_gib as peak\n"
         "before = peak('cpu'); block = b'x' * 2**27; del block\n"
@@ -189,9 +188,7 @@ def test_peak_follows_an_allocation() -> None:
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_units_of_getrusage(
-    platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_units_of_getrusage(platform, unit, monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
     monkeypatch.setattr(memory.sys, "platform", platform)
     usage = SimpleNamespace(ru_maxrss=2**30 // unit)
@@ -199,7 +196,7 @@ def test_units_of_getrusage(
     assert memory.peak_memory_gib("cpu") == 1.0
 
 
-def test_a_long_run_keeps_the_times_of_its_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_keeps_the_times_of_its_latest_steps(monkeypatch):
     """Totals are those of all steps."""
     monkeypatch.setattr(window, "LATEST_STEPS", 100)
     steps = Window(warmup_steps=0)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.slow_ranks import KINDS, SlowRanks, own_seconds
 from harness.run.folder import RunFolder
@@ -67,7 +66,7 @@ class Scripted:
     def free(self, stamps: list[float]) -> None: ...
 
 
-def test_times_are_exclusive_and_add_up() -> None:
+def test_times_are_exclusive_and_add_up():
     phases = Phases(torch.device("cpu"))
     phases._stamps = Scripted()
     phases._marks = []
@@ -100,7 +99,7 @@ def test_times_are_exclusive_and_add_up() -> None:
     not Path("/proc/thread-self/schedstat").exists(),
     reason="the kernel has no scheduler statistics",
 )
-def test_waiting_for_a_core_is_not_computing() -> None:
+def test_waiting_for_a_core_is_not_computing():
     """Another process takes half of the core."""
     cores = os.sched_getaffinity(0)
     phases = Phases(torch.device("cpu"))
@@ -150,7 +149,7 @@ class Event:
         return 1000.0 * (later.time - self.time)
 
 
-def test_on_a_gpu_times_are_read_later_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_times_are_read_later_without_waiting(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     phases = Phases(torch.device("cuda"))
 
@@ -196,7 +195,7 @@ def rows_of(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def traced(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def traced(pool, tmp_path_factory):
     """A run of eight ranks, and the times of its steps by the loop's own timer."""
     folder = tmp_path_factory.mktemp("run")
     job = jobs.tiny(*SMALL, "parallelism=fsdp_tp_pp", "training.steps=5", "metrics.all_ranks=true")
@@ -204,7 +203,7 @@ def traced(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, pool.run(8, train, job, str(folder))
 
 
-def test_phases_add_up_to_the_step_on_every_rank(traced: tuple[Path, Any]) -> None:
+def test_phases_add_up_to_the_step_on_every_rank(traced):
     """Medians of a stage: the kernel can take the core between the readings of the two timers."""
     folder, results = traced
     stages: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
@@ -222,7 +221,7 @@ def test_phases_add_up_to_the_step_on_every_rank(traced: tuple[Path, Any]) -> No
         assert of_lap == pytest.approx(1, rel=0.02) and host < 0.1
 
 
-def test_each_stage_has_its_groups_and_collectives(traced: tuple[Path, Any]) -> None:
+def test_each_stage_has_its_groups_and_collectives(traced):
     folder, _ = traced
     shared = {
         "data",
@@ -242,7 +241,7 @@ def test_each_stage_has_its_groups_and_collectives(traced: tuple[Path, Any]) -> 
         assert not ends[1 - stage] & set(row["phases"])
 
 
-def test_every_rank_writes_its_own_values(traced: tuple[Path, Any]) -> None:
+def test_every_rank_writes_its_own_values(traced):
     folder, _ = traced
     for rank in range(8):
         rows = read_metrics(folder / f"metrics/rank{rank}.jsonl")
@@ -259,7 +258,7 @@ def test_every_rank_writes_its_own_values(traced: tuple[Path, Any]) -> None:
             assert own == phases["phases"]
 
 
-def test_experts_and_context_have_their_collectives(pool: RankPool, tmp_path: Path) -> None:
+def test_experts_and_context_have_their_collectives(pool, tmp_path):
     layout = (
         "model=qwen3_moe_debug",
         "parallelism.dp_shard=4",
@@ -273,7 +272,7 @@ def test_experts_and_context_have_their_collectives(pool: RankPool, tmp_path: Pa
     assert any(phase.startswith("cp.") for phase in row["phases"])
 
 
-def test_a_rank_of_several_stages_has_the_passes_of_each(pool: RankPool, tmp_path: Path) -> None:
+def test_a_rank_of_several_stages_has_the_passes_of_each(pool, tmp_path):
     loops = ("model.n_layers=4", "parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B")
     job = jobs.tiny(*SMALL, *loops, "training.steps=2")
     (tmp_path / "job.json").write_text(job.to_json())
@@ -292,7 +291,7 @@ def test_a_rank_of_several_stages_has_the_passes_of_each(pool: RankPool, tmp_pat
     assert all(f"| {stage} | forward.blocks |" in page for stage in range(4))
 
 
-def test_the_report_has_the_means_and_the_plan(traced: tuple[Path, Any], tmp_path: Path) -> None:
+def test_the_report_has_the_means_and_the_plan(traced, tmp_path):
     """The plan has no times of CPUs, so the job is said to have run on GPUs."""
     with pytest.raises(UserError, match=r"has no phases; would work: .*profiling\.phases=true"):
         report(tmp_path, what="phases")
@@ -326,9 +325,7 @@ def test_the_report_has_the_means_and_the_plan(traced: tuple[Path, Any], tmp_pat
 
 
 @pytest.mark.parametrize("slow", [{3: 0.03}, {}], ids=["one slowed by 30 %", "none"])
-def test_a_slow_rank_is_named_and_no_other(
-    pool: RankPool, tmp_path: Path, slow: dict[int, float]
-) -> None:
+def test_a_slow_rank_is_named_and_no_other(pool, tmp_path, slow):
     """Sleeping does not need a core, so ranks that share cores do not slow each other down."""
     job = jobs.tiny(
         *SMALL, "parallelism.dp_shard=8", "training.steps=20", "metrics.log_interval=50"
@@ -346,7 +343,7 @@ def test_a_slow_rank_is_named_and_no_other(
         assert not (tmp_path / "slow_ranks.json").exists()
 
 
-def test_the_rule_finds_slow_ranks_in_noise() -> None:
+def test_the_rule_finds_slow_ranks_in_noise():
     """Medians of 5 steps of eight ranks with log-normal noise of 10 % per step."""
     for seed in range(50):
         generator = np.random.default_rng(seed)
@@ -361,7 +358,7 @@ def test_the_rule_finds_slow_ranks_in_noise() -> None:
             assert all(at <= 5 for _, at in found[:1])
 
 
-def test_ranks_are_compared_within_their_stage() -> None:
+def test_ranks_are_compared_within_their_stage():
     rule = SlowRanks([0, 0, 1, 1, 2], [("node", "cpu")] * 5)
     window = [[0, 1.0, 1, 0], [0, 1.0, 1, 0], [0, 3.0, 3, 0], [0, 3.0, 5, 0], [0, 9.0, 9, 0]]
     assert [rule.observe(window, step) for step in (5, 10)] == [[], []]
@@ -373,7 +370,7 @@ def test_ranks_are_compared_within_their_stage() -> None:
     assert not rule.slow
 
 
-def test_only_phases_without_waiting_count() -> None:
+def test_only_phases_without_waiting_count():
     phases = {
         "forward.blocks": 1.0,
         "forward.head": 2.0,

@@ -38,13 +38,13 @@ def count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_published_parameters_has_every_model_but_debug_sizes() -> None:
+def test_published_parameters_has_every_model_but_debug_sizes():
     assert _SHIPPED - {"llama3_tiny", *DEBUG} == PUBLISHED.keys()
     assert len(DEBUG) >= 9
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *DEBUG])
-def test_parameters_and_those_that_a_token_meets(name: str) -> None:
+def test_parameters_and_those_that_a_token_meets(name):
     config = shipped(name)
     counted = account(config, seq_len=128)
     if name in PUBLISHED:
@@ -57,7 +57,7 @@ def test_parameters_and_those_that_a_token_meets(name: str) -> None:
     )
 
 
-def test_flops_of_a_mixture_by_hand() -> None:
+def test_flops_of_a_mixture_by_hand():
     """gpt_oss_20b: of experts four count, of the tables one; half of the layers have a band of 128.
 
     MFU's convention has no bands: torchtitan's formula gives 31.314 GFLOP a token at 8,192.
@@ -74,7 +74,7 @@ def test_flops_of_a_mixture_by_hand() -> None:
     )
 
 
-def test_flops_of_chunks_by_hand() -> None:
+def test_flops_of_chunks_by_hand():
     """llama4_scout: three of four layers have chunks of 8,192, which MFU's convention ignores."""
     config, seq_len = shipped("llama4_scout"), 16384
     multiplied = PUBLISHED["llama4_scout"][1] - 202048 * 5120
@@ -85,7 +85,7 @@ def test_flops_of_chunks_by_hand() -> None:
     assert counted.flops_per_token_causal == 6 * multiplied + per_position * attended
 
 
-def test_flops_of_latent_attention_by_hand() -> None:
+def test_flops_of_latent_attention_by_hand():
     """deepseek_v3_671b: queries and keys of 192, values of 128."""
     counted = account(shipped("deepseek_v3_671b"), 4096)
     multiplied = PUBLISHED["deepseek_v3_671b"][1] - 129280 * 7168
@@ -93,20 +93,20 @@ def test_flops_of_latent_attention_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "llama32_1b", "mixtral_8x7b"])
-def test_parameters_of_a_block(name: str) -> None:
+def test_parameters_of_a_block(name):
     with torch.device("meta"):
         block = Block(shipped(name), 0)
     assert block_parameters(shipped(name)) == count(block)
 
 
-def test_flops_per_token_of_llama3_8b() -> None:
+def test_flops_per_token_of_llama3_8b():
     """57.9 GFLOP per token at 8192, so 6,667 tokens/s are 386 TFLOP/s: a row torchtitan published."""
     counted = account(shipped("llama3_8b"), seq_len=8192)
     assert counted.flops_per_token_full == pytest.approx(57.9e9, abs=0.05e9)
     assert 6667 * counted.flops_per_token_full == pytest.approx(386e12, abs=0.5e12)
 
 
-def test_flops_by_hand() -> None:
+def test_flops_by_hand():
     """6 per multiplied parameter; per layer, head and position 6 * (d_qk + d_v), or half of it."""
     heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 6}
     config = ModelConfig(
@@ -121,7 +121,7 @@ def test_flops_by_hand() -> None:
     assert counted.flops_per_token_causal == 6 * multiplied + attention / 2
 
 
-def test_a_tied_table_is_multiplied_by_once() -> None:
+def test_a_tied_table_is_multiplied_by_once():
     """The head multiplies with its own weights or with the table's: the same FLOPs, fewer parameters."""
     tied = shipped("llama32_1b")
     counted = account(tied, seq_len=4096)
@@ -130,7 +130,7 @@ def test_a_tied_table_is_multiplied_by_once() -> None:
     assert untied.parameters - counted.parameters == 128256 * 2048
 
 
-def test_a_resolved_model_stays_the_same_object_and_its_results_are_kept() -> None:
+def test_a_resolved_model_stays_the_same_object_and_its_results_are_kept():
     model = ModelConfig(
         name="m", vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_hidden_dim=64
     )

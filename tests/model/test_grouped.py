@@ -24,7 +24,7 @@ def ends_of(lengths: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("lengths", [[5, 0, 130, 16], [0, 0], [128], [0, 256, 0, 0]])
-def test_padding(lengths: list[int], block: int) -> None:
+def test_padding(lengths, block):
     """Groups become whole blocks, none empty; rows find their way back, and gradients the same."""
     rows = sum(lengths)
     place_R, ends_E, places = padded_positions(ends_of(lengths), rows, block)
@@ -50,13 +50,13 @@ class _Calls(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._grouped_mm.default:
             self.seen.append(args[:2])
         return func(*args, **(kwargs or {}))
 
 
-def test_bfloat16_needs_no_padding() -> None:
+def test_bfloat16_needs_no_padding():
     """In the gradient of the matrices both operands step by whole rows: groups may begin at any."""
     x = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(2, 24, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -71,7 +71,7 @@ def test_bfloat16_needs_no_padding() -> None:
     assert left.stride(0) == 1 and right.stride(1) == 1
 
 
-def test_gradients_of_empty_groups_are_zeros_whatever_a_kernel_leaves() -> None:
+def test_gradients_of_empty_groups_are_zeros_whatever_a_kernel_leaves():
     weight = torch.randn(3, 4, 4, requires_grad=True)
     same = zero_gradients_where_empty(weight, ends_of([2, 0, 1]))
     assert_equal(same, weight)
@@ -81,7 +81,7 @@ def test_gradients_of_empty_groups_are_zeros_whatever_a_kernel_leaves() -> None:
     assert_equal(weight.grad.amax((1, 2)), torch.tensor([1.0, 0.0, 1.0]))
 
 
-def test_compiled_on_blackwell_it_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_on_blackwell_it_is_one_graph(monkeypatch):
     """Which GPU it is, is asked while it is traced."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert grouped._leaves_gradients_unwritten(torch.device("cpu"))

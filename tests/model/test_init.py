@@ -54,13 +54,13 @@ WQ = "layers.0.attention.wq.weight"
     ],
     ids="+".join,
 )
-def test_a_part_draws_what_the_whole_draws(modules: list[str]) -> None:
+def test_a_part_draws_what_the_whole_draws(modules):
     part = values(config(), modules)
     assert part
     assert_equal(part, {name: WHOLE[name] for name in part})
 
 
-def test_order_and_neighbours_do_not_matter() -> None:
+def test_order_and_neighbours_do_not_matter():
     torch.manual_seed(1)
     torch.randn(100)
     backwards = {
@@ -72,7 +72,7 @@ def test_order_and_neighbours_do_not_matter() -> None:
     assert_equal({name: deeper[name] for name in WHOLE}, WHOLE)
 
 
-def test_values_are_the_same_on_every_machine() -> None:
+def test_values_are_the_same_on_every_machine():
     """Pins the derivation of the generator's seed: another one would silently be another experiment."""
     state = torch.get_rng_state()
     drawn = draw(WQ, (2, 2), init_of(WQ, config()), 42, CPU)
@@ -84,7 +84,7 @@ def test_values_are_the_same_on_every_machine() -> None:
     assert_equal(torch.get_rng_state(), state)
 
 
-def test_every_name_and_every_seed_differs() -> None:
+def test_every_name_and_every_seed_differs():
     drawn = {name: value for name, value in WHOLE.items() if "norm" not in name}
     firsts = {name: tuple(value.flatten()[:4].tolist()) for name, value in drawn.items()}
     assert len(set(firsts.values())) == len(drawn)
@@ -111,7 +111,7 @@ def expected_std(name: str, dim: int) -> float:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_distribution(name: str) -> None:
+def test_distribution(name):
     value = WHOLE[name]
     if "norm" in name:
         assert_equal(value, torch.ones(128))
@@ -128,14 +128,14 @@ def test_distribution(name: str) -> None:
         assert value.abs().max() > 3 * std
 
 
-def test_the_output_projection_is_wider_for_narrow_models() -> None:
+def test_the_output_projection_is_wider_for_narrow_models():
     assert [init_of("output.weight", config(dim=dim)).std for dim in (128, 256)] == [
         128**-0.5,
         256**-0.5,
     ]
 
 
-def test_a_tied_table_is_drawn_as_the_output_projection() -> None:
+def test_a_tied_table_is_drawn_as_the_output_projection():
     with torch.device("meta"):
         model = Decoder(config(tied=True), 16)
     materialize(model, 42, CPU, CPU)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness.config.model import AttentionSpan
 from harness.model import kernels
-from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel
+from harness.model.kernels import AttentionSpec, FlexKernel, SdpaKernel, VarlenKernel
 from harness.util.errors import ConfigError
 
 # E: width of values
@@ -57,7 +57,7 @@ def written_out(
 @pytest.mark.parametrize("kernel", [SdpaKernel, FlexKernel], ids=["sdpa", "flex"])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("name", REACHES)
-def test_output(name: str, documents: Tensor | None, kernel: type[Kernel]) -> None:
+def test_output(name, documents, kernel):
     reach, (q, k, v, sinks) = REACHES[name], tensors()
     built = kernel(reach)
     out = built(q, k, v, built.mask(documents, B, T, q.device), sinks if reach.has_sinks else None)
@@ -68,7 +68,7 @@ def test_output(name: str, documents: Tensor | None, kernel: type[Kernel]) -> No
 
 @pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("name", REACHES)
-def test_gradients(name: str, memory_efficient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients(name, memory_efficient, monkeypatch):
     monkeypatch.setattr(kernels, "needs_memory_efficient", lambda *_: memory_efficient)
     reach, leaves = REACHES[name], [x.requires_grad_() for x in tensors()]
     wanted = leaves if reach.has_sinks else leaves[:3]
@@ -84,7 +84,7 @@ def test_gradients(name: str, memory_efficient: bool, monkeypatch: pytest.Monkey
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_only_what_is_not_causal_needs_a_mask() -> None:
+def test_only_what_is_not_causal_needs_a_mask():
     needed = {
         name: SdpaKernel(reach).mask(None, B, T, torch.device("cpu"))
         for name, reach in REACHES.items()
@@ -98,7 +98,7 @@ def test_only_what_is_not_causal_needs_a_mask() -> None:
     )
 
 
-def test_varlen_knows_where_documents_begin() -> None:
+def test_varlen_knows_where_documents_begin():
     starts = VarlenKernel(REACHES["causal"]).mask(DOCUMENTS, B, T, DOCUMENTS.device)
     assert starts is not None
     assert starts.tolist() == [0, 5, 6, 12, 13, 23, 24]
@@ -114,9 +114,7 @@ def test_varlen_knows_where_documents_begin() -> None:
 )
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("name", REACHES)
-def test_output_and_gradients_on_a_gpu(
-    name: str, documents: Tensor | None, kernel: type[Kernel]
-) -> None:
+def test_output_and_gradients_on_a_gpu(name, documents, kernel):
     """In bfloat16, the only format that all of them take, at widths and lengths that kernels are made for."""
     reach = REACHES[name]
     if kernel is VarlenKernel and reach.has_sinks:
@@ -161,9 +159,7 @@ def test_output_and_gradients_on_a_gpu(
         ),
     ],
 )
-def test_flash_attention_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: str, major: int, rule: str
-) -> None:
+def test_flash_attention_that_is_not_there_is_refused(monkeypatch, device, major, rule):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
     with pytest.raises(ConfigError, match=rule):
         kernels.use_flash("FA3", torch.device(device))

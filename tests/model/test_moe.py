@@ -102,7 +102,7 @@ def written_out(moe: MoE, x: Tensor, config: ModelConfig) -> tuple[Tensor, list[
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_output_gradients_and_loads(name: str) -> None:
+def test_output_gradients_and_loads(name):
     config = config_of(*KINDS[name])
     moe, x = mixture_of(config), torch.randn(B, T, config.dim, requires_grad=True)
     out, load = moe(x)
@@ -118,14 +118,14 @@ def test_output_gradients_and_loads(name: str) -> None:
         assert float((a - b).norm() / b.norm()) < 1e-4, leaf
 
 
-def test_forced_balance_gives_every_expert_its_turn() -> None:
+def test_forced_balance_gives_every_expert_its_turn():
     config = config_of("model.moe.force_balance=true")
     _, load = mixture_of(config)(torch.randn(B, 8, config.dim))
     assert load.tolist() == [4] * 8
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_gradient_of_the_auxiliary_loss(score: str) -> None:
+def test_gradient_of_the_auxiliary_loss(score):
     """The gradient of equations 17 to 20 of arXiv:2412.19437 joins the scores' own."""
     overrides = [f"model.moe.score={score}", "model.moe.normalize_scores=true"]
     plain, with_loss = (config_of(*overrides, f"model.moe.aux_loss_coeff={c}") for c in (0, 0.5))
@@ -155,7 +155,7 @@ def test_gradient_of_the_auxiliary_loss(score: str) -> None:
     assert float((found - without).norm() / without.norm()) > 1e-2
 
 
-def test_groups_may_be_empty_and_rows_none() -> None:
+def test_groups_may_be_empty_and_rows_none():
     x = torch.randn(5, 4, requires_grad=True)
     w = torch.randn(3, 6, 4, requires_grad=True)
     out = grouped_linear(x, w, torch.tensor([2, 2, 5], dtype=torch.int32))
@@ -179,7 +179,7 @@ def compare_kernels(tokens: int, top_k: int, width: int) -> None:
     torch.testing.assert_close(found, (combine.combine(*inputs), *combine._backward(grad, *inputs)))
 
 
-def test_kernels_combine_as_plain_operations_do() -> None:
+def test_kernels_combine_as_plain_operations_do():
     """Run by Triton's interpreter, which truncates where a GPU rounds: so in float32."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

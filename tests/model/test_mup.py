@@ -96,9 +96,7 @@ STEP = (f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.eps
 @pytest.mark.parametrize(
     ("factor", "head_dim", "tied"), [(2, 8, False), (8, 8, True), (4, 16, False)]
 )
-def test_two_steps_are_those_of_the_published_tables(
-    factor: int, head_dim: int, tied: bool
-) -> None:
+def test_two_steps_are_those_of_the_published_tables(factor, head_dim, tied):
     """Loss, gradients and updates, with AdamW written from the tables: hidden matrices at lr / fan_in."""
     model = wider(factor, head_dim, tied_embeddings=tied)
     sizes = ("training.seq_len=16", "training.global_batch_size=2", "training.max_norm=0")
@@ -159,7 +157,7 @@ def _tokenizer(job: Job) -> Any:
         ("layers.1.feed_forward.w2.weight", 0.01),
     ],
 )
-def test_initial_values_have_the_published_spread(name: str, std: float, factor: int) -> None:
+def test_initial_values_have_the_published_spread(name, std, factor):
     model = wider(factor)
     spec = tensors(model)[name]
     values = draw(name, spec.shape, spec.init, 1, torch.device("cpu"))
@@ -168,7 +166,7 @@ def test_initial_values_have_the_published_spread(name: str, std: float, factor:
     assert values.std().item() == pytest.approx(expected, rel=0.05)
 
 
-def test_at_the_base_width_both_parametrizations_are_the_same() -> None:
+def test_at_the_base_width_both_parametrizations_are_the_same():
     standard, mup = set_fields(BASE), wider(1)
     assert tensors(mup) == tensors(standard)
     assert mup.output_multiplier == 1 and mup.score_scale == standard.score_scale
@@ -225,7 +223,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_learning_rates_by_role(case: str) -> None:
+def test_learning_rates_by_role(case):
     model, expected = SETTINGS[case]
     config = OptimizerConfig(weight_decay=0.1)
     for name, factor in expected.items():
@@ -237,7 +235,7 @@ def test_learning_rates_by_role(case: str) -> None:
 
 
 @pytest.mark.parametrize("scale", LR_SCALES)
-def test_updates_of_muon_meet_the_spectral_condition(scale: str) -> None:
+def test_updates_of_muon_meet_the_spectral_condition(scale):
     """The norm of an update, lr * lr_factor * scale, is proportional to sqrt(outputs / inputs)."""
     config = OptimizerConfig(kind="muon", lr_scale=scale)
     norms: dict[str, list[float]] = {}
@@ -251,7 +249,7 @@ def test_updates_of_muon_meet_the_spectral_condition(scale: str) -> None:
         assert found == pytest.approx([found[0]] * 3), name
 
 
-def test_a_group_changes_the_rate_and_decay_of_its_tensors_at_every_width() -> None:
+def test_a_group_changes_the_rate_and_decay_of_its_tensors_at_every_width():
     group = {"match": r"w1\.weight", "lr_factor": 0.5, "weight_decay": 0.4}
     config = OptimizerConfig(groups=[group])
     tensor = tensors(wider(4))["layers.0.feed_forward.w1.weight"]
@@ -259,7 +257,7 @@ def test_a_group_changes_the_rate_and_decay_of_its_tensors_at_every_width() -> N
     assert (found.lr_factor, found.weight_decay) == (0.5 / 4, 0.4 * 4)
 
 
-def test_every_output_is_found() -> None:
+def test_every_output_is_found():
     """Logits and router logits have the multiplier; no other matrix has a constant initial spread."""
     model = changed("deepseek_v3_debug", mup__base_dim=16)
     base = tensors(model.base)
@@ -272,13 +270,13 @@ def test_every_output_is_found() -> None:
     assert same == {"output.weight"} | routers and len(routers) == 3
 
 
-def test_an_optimizer_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_without_a_rule_is_refused(monkeypatch):
     monkeypatch.setattr(settings, "KINDS", {"adamw": dataclasses.replace(KINDS["adamw"], mup=None)})
     with pytest.raises(ConfigError, match="no rule of muP is known for"):
         check_mup(OptimizerConfig(), 32, tensors(wider(2)).values())
 
 
-def test_jobs_without_mup_keep_their_ids() -> None:
+def test_jobs_without_mup_keep_their_ids():
     """The published ids of jobs do not cover fields at their defaults; with muP the numerics differ."""
     standard, mup = tiny(), tiny("model.mup.base_dim=32")
     plain = standard.to_dict()

@@ -32,9 +32,7 @@ def complex_rotation(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool) ->
 )
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("config", [RopeConfig(), RopeConfig(scaling="yarn", factor=4.0)])
-def test_rotation_and_its_gradient(
-    device: str, compiled: bool, interleaved: bool, config: RopeConfig
-) -> None:
+def test_rotation_and_its_gradient(device, compiled, interleaved, config):
     turn = torch.compile(rotate, backend="aot_eager") if compiled else rotate
     table_2TD = rope_table(config, D, T)
     # As many keys as half of the heads; queries are a part of their rows, as in latent attention.
@@ -50,11 +48,11 @@ def test_rotation_and_its_gradient(
     torch.autograd.backward(out, [grad.to(device) for grad in grads])
     torch.autograd.backward(expected, grads)
     torch.testing.assert_close([x.cpu() for x in out], expected)
-    torch.testing.assert_close([x.grad.cpu() for x in ours], [x.grad for x in theirs])  # type: ignore[union-attr]
+    torch.testing.assert_close([x.grad.cpu() for x in ours], [x.grad for x in theirs])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_narrow_inputs_are_rotated_in_float32(device: str) -> None:
+def test_narrow_inputs_are_rotated_in_float32(device):
     """A GPU's last bit of float32 may differ, so that a few values are rounded to their other neighbor."""
     table_2TD = rope_table(RopeConfig(), D, T)
     x_BTHD = torch.randn(B, T, H, D).bfloat16()
@@ -75,14 +73,14 @@ def compare_kernel(
     torch.testing.assert_close(turn(*inputs, table, direction, interleaved), expected)
 
 
-def test_the_kernel_rotates_as_plain_operations_do() -> None:
+def test_the_kernel_rotates_as_plain_operations_do():
     """Run by Triton's interpreter, which truncates where a GPU rounds: so in float32."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
 
 
-def test_scaling_changes_long_wavelengths_only() -> None:
+def test_scaling_changes_long_wavelengths_only():
     """Below original_max_position / high_freq_factor all is left alone, above / low_freq_factor stretched."""
     plain = rope_table(dataclasses.replace(STRETCHED, scaling="none"), 32, seq_len=2)
     stretched = rope_table(STRETCHED, 32, seq_len=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from jobs import tiny, train, train_engine
@@ -52,7 +50,7 @@ def judged(job: Job) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def expected(pool: RankPool) -> dict[str, Tensor]:
+def expected(pool):
     [found] = pool.run(1, judged, tiny(*RUN, "optimizer.ema_decay=0"))
     return found
 
@@ -60,16 +58,14 @@ def expected(pool: RankPool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "rtol", "atol"), [("single", 1e-6, 1e-7), ("fsdp_tp", 1e-4, 1e-4)]
 )
-def test_average_is_torchs(
-    pool: RankPool, expected: dict[str, Tensor], layout: str, rtol: float, atol: float
-) -> None:
+def test_average_is_torchs(pool, expected, layout, rtol, atol):
     for found in averages(pool, f"parallelism={layout}"):
         assert found.keys() == expected.keys()
         for name, average in found.items():
             torch.testing.assert_close(average, expected[name], rtol=rtol, atol=atol)
 
 
-def test_average_of_every_parameter(pool: RankPool) -> None:
+def test_average_of_every_parameter(pool):
     """Every parameter has one, also if several optimizers update them."""
     [found] = averages(pool, "optimizer.kind=muon")
     [alone] = averages(pool, "optimizer.kind=muon", "optimizer.ema_decay=0.0001")
@@ -79,7 +75,7 @@ def test_average_of_every_parameter(pool: RankPool) -> None:
     )
 
 
-def test_a_dropped_update_leaves_the_average() -> None:
+def test_a_dropped_update_leaves_the_average():
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = Lion(
@@ -95,7 +91,7 @@ def test_a_dropped_update_leaves_the_average() -> None:
         assert optimizer.state[parameter]["ema"].equal(average) == dropped
 
 
-def test_the_average_of_bfloat16_weights_is_float32() -> None:
+def test_the_average_of_bfloat16_weights_is_float32():
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD([parameter])
@@ -106,7 +102,7 @@ def test_the_average_of_bfloat16_weights_is_float32() -> None:
     torch.testing.assert_close(optimizer.state[parameter]["ema"], torch.full((3,), 0.001))
 
 
-def test_average_is_saved_and_converted(tmp_path: Path, expected: dict[str, Tensor]) -> None:
+def test_average_is_saved_and_converted(tmp_path, expected):
     code, folder, job = train(tmp_path, *RUN)
     assert code == 0
     source = open_source(find_source(str(folder.path)).averaged("ema"), job.model)

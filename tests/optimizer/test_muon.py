@@ -12,7 +12,6 @@ from layouts import layout
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config.job import Job
-from harness.launch.pool import RankPool
 from harness.optimizer import assignment
 from harness.optimizer.assignment import Matrices
 from harness.optimizer.muon import orthogonalize
@@ -41,9 +40,7 @@ def sent_in_a_step(job_json: str) -> float:
 @pytest.mark.parametrize(
     ("name", "overrides"), [("fsdp_tp_pp", MUON), ("ep_hsdp", MOE), ("fsdp_experts_uneven", MOE)]
 )
-def test_ranks_send_what_the_plan_says(
-    pool: RankPool, name: str, overrides: tuple[str, ...]
-) -> None:
+def test_ranks_send_what_the_plan_says(pool, name, overrides):
     job: Job = layout(name, *overrides)
     sent = pool.run(job.world_size, sent_in_a_step, job.to_json())
     each = job.world_size // job.parallelism.pp
@@ -56,7 +53,7 @@ def test_ranks_send_what_the_plan_says(
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)], ids=str)
-def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
+def test_singular_values_become_about_one(shape):
     """The iteration changes singular values only, to 0.7 to 1.2 (the published range of five steps)."""
     torch.manual_seed(0)
     matrices = torch.randn(3, *shape, dtype=torch.float64)
@@ -68,7 +65,7 @@ def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     assert values.max() < 1.25
 
 
-def test_a_matrix_of_zeros_stays_zero() -> None:
+def test_a_matrix_of_zeros_stays_zero():
     assert not orthogonalize(torch.zeros(1, 4, 6)).any()
 
 
@@ -76,7 +73,7 @@ SHARED = [Matrices(1, 512, 512, 4)] * 5 + [Matrices(1, 1536, 512, 4)] * 6 + [Mat
 
 
 @pytest.mark.parametrize("round_values", [2**24, 2**20], ids=["one round", "rounds"])
-def test_every_matrix_has_one_owner(monkeypatch: pytest.MonkeyPatch, round_values: int) -> None:
+def test_every_matrix_has_one_owner(monkeypatch, round_values):
     monkeypatch.setattr(assignment, "ROUND_VALUES", round_values)
     units = [unit for units in assignment.assign(SHARED) for unit in units]
     owned = sorted(
@@ -101,7 +98,7 @@ def test_every_matrix_has_one_owner(monkeypatch: pytest.MonkeyPatch, round_value
             assert values <= max(round_values, 1536 * 512)
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_are_those_of_the_products():
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(1, 12, 8))
     assert counter.get_total_flops() == assignment.orthogonalization_flops(12, 8)

@@ -34,14 +34,14 @@ SHAPES: list[tuple[int, dict[str, object], list[float]]] = [
 
 
 @pytest.mark.parametrize(("steps", "fields", "expected"), SHAPES)
-def test_shapes(steps: int, fields: dict[str, object], expected: list[float]) -> None:
-    config = ScheduleConfig(**fields)  # type: ignore[arg-type]
+def test_shapes(steps, fields, expected):
+    config = ScheduleConfig(**fields)
     config.validate(steps)
     factor = lr_factor(config, steps)
     assert [factor(step) for step in range(steps + 1)] == pytest.approx(expected)
 
 
-def test_a_shortened_run_keeps_the_curve_of_the_long_one() -> None:
+def test_a_shortened_run_keeps_the_curve_of_the_long_one():
     curve = ["schedule.warmup_steps=3", "schedule.decay_ratio=0.5", "schedule.total_steps=10"]
     made = []
     for steps in (10, 4):
@@ -53,7 +53,7 @@ def test_a_shortened_run_keeps_the_curve_of_the_long_one() -> None:
     assert compose_job(["experiment=quickstart", "training.steps=8"]).steps == 8
 
 
-def test_the_suggested_steps_fit() -> None:
+def test_the_suggested_steps_fit():
     """However the product of ratio and steps is rounded."""
     for ratio in (0.0, 0.1, 0.25, 0.5, 0.99):
         for warmup in range(2, 40, 3):
@@ -63,7 +63,7 @@ def test_the_suggested_steps_fit() -> None:
             config.validate(int(caught.value.works.split("=")[-1]))
 
 
-def test_stepped_with_the_optimizer() -> None:
+def test_stepped_with_the_optimizer():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [parameter]}], lr=2.0)
     schedule = build_schedule(ScheduleConfig(warmup_steps=2, decay_ratio=0.5), optimizer, steps=4)
@@ -79,7 +79,7 @@ def test_stepped_with_the_optimizer() -> None:
     ("option", "middle", "last"),
     [("constant", 1.0, 1.0), ("linear", 0.5, 0.0), ("cosine", 0.55, 0.1), ("wsd", 1.0, 0.0)],
 )
-def test_shipped_schedules(option: str, middle: float, last: float) -> None:
+def test_shipped_schedules(option, middle, last):
     job = compose_job([f"schedule={option}", "training.steps=1002"])
     factor = lr_factor(job.schedule, 1002)
     assert factor(job.schedule.warmup_steps - 1) == 1.0

@@ -92,7 +92,7 @@ DECAYS: list[tuple[dict[str, Any], bool, set[str] | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "tied", "kept"), DECAYS)
-def test_what_decays(fields: dict[str, Any], tied: bool, kept: set[str] | None) -> None:
+def test_what_decays(fields, tied, kept):
     """A step without gradients makes some parameters smaller, and none larger; each is in one group."""
     config = OptimizerConfig(**{"lr": 0.1, "weight_decay": 0.5, **fields})
     decoder = model(tied)
@@ -110,7 +110,7 @@ def test_what_decays(fields: dict[str, Any], tied: bool, kept: set[str] | None) 
         assert factor != 1 or torch.equal(parameter, before[name])
 
 
-def test_a_part_with_vectors_only_makes_one_group() -> None:
+def test_a_part_with_vectors_only_makes_one_group():
     """A pipeline stage may hold nothing that decays; an empty group is refused by torch."""
     norm = torch.nn.Parameter(torch.ones(4))
     built = build_optimizer(OptimizerConfig(), [("norm.weight", norm)], SPECS)
@@ -126,12 +126,12 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_configured_implementation_is_used(implementation: str) -> None:
+def test_the_configured_implementation_is_used(implementation):
     built = built_for(model(), OptimizerConfig(implementation=implementation))
     assert (built.defaults["fused"], built.defaults["foreach"]) == FLAGS[implementation]
 
 
-def test_lion_follows_the_published_algorithm() -> None:
+def test_lion_follows_the_published_algorithm():
     """Algorithm 2 of arXiv:2302.06675, in float64. Matrices decay."""
     config = OptimizerConfig(kind="lion", lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.5)
     values = {name: parameter.detach().double() for name, parameter in model().named_parameters()}
@@ -149,7 +149,7 @@ def test_lion_follows_the_published_algorithm() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
-def test_groups_are_those_of_torch(kind: str, dtype: str) -> None:
+def test_groups_are_those_of_torch(kind, dtype):
     """torch's own optimizer with the same parameter groups; with state in bfloat16 up to its rounding."""
     group = {"match": "wq", "lr_factor": 0.5, "weight_decay": 0.3, "betas": [0.7, 0.8]}
     config = OptimizerConfig(kind=kind, lr=0.01, eps=1e-3, groups=[group], state_dtype=dtype)
@@ -176,7 +176,7 @@ def test_groups_are_those_of_torch(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("scale", LR_SCALES)
-def test_muon_equals_torchs(scale: str) -> None:
+def test_muon_equals_torchs(scale):
     """torch.optim.Muon, in bfloat16, for the matrices of blocks, and torch.optim.AdamW."""
     config = dataclasses.replace(MUON, lr_scale=scale, newton_schulz_dtype="bfloat16")
 
@@ -202,7 +202,7 @@ def test_muon_equals_torchs(scale: str) -> None:
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
 
 
-def test_several_kinds_are_one_optimizer() -> None:
+def test_several_kinds_are_one_optimizer():
     """One state and the groups of all; the settings of a group change the update of its kind."""
     decoder = model()
     built = built_for(
@@ -219,7 +219,7 @@ def test_several_kinds_are_one_optimizer() -> None:
     assert len(built.state) == len(before)
 
 
-def test_the_last_group_that_matches_wins() -> None:
+def test_the_last_group_that_matches_wins():
     job = tiny(
         r"optimizer.groups=[{match: 'layers\..*\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.8,0.98]},"
         r"{match: 'layers\.1\.', lr_factor: 3}]"
@@ -233,7 +233,7 @@ def test_the_last_group_that_matches_wins() -> None:
         assert (found.lr_factor, found.weight_decay, found.betas) == expected
 
 
-def test_muon_updates_the_matrices_inside_of_blocks() -> None:
+def test_muon_updates_the_matrices_inside_of_blocks():
     job = tiny("model=qwen3_moe_debug", "optimizer=muon")
     found = kinds_of(job.optimizer, tensors(job.model).values())
     ends = {
@@ -267,7 +267,7 @@ def test_muon_updates_the_matrices_inside_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
-def test_a_step_of_adamw_by_hand(master: torch.dtype) -> None:
+def test_a_step_of_adamw_by_hand(master):
     """Parameter and means are computed in float32 from the stored values, then rounded to their dtypes."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(64, dtype=master))
@@ -293,7 +293,7 @@ def test_a_step_of_adamw_by_hand(master: torch.dtype) -> None:
         mean, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
 
 
-def test_a_step_of_muon_by_hand() -> None:
+def test_a_step_of_muon_by_hand():
     """Parameter and momentum are updated in float32 from the stored values, then rounded."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(8, 6).bfloat16())
@@ -313,7 +313,7 @@ def test_a_step_of_muon_by_hand() -> None:
         momentum = stored.float()
 
 
-def test_a_mean_still_changes_at_the_largest_beta() -> None:
+def test_a_mean_still_changes_at_the_largest_beta():
     """At 0.999 it would not, so that is refused."""
     for beta, moves in ((LARGEST_BFLOAT16_BETA, True), (0.999, False)):
         parameter = torch.nn.Parameter(torch.ones(1))
@@ -329,7 +329,7 @@ def test_a_mean_still_changes_at_the_largest_beta() -> None:
         assert (float(built.state[parameter]["exp_avg_sq"]) < 0.05) == moves
 
 
-def test_state_has_the_parameters_dtype_by_default() -> None:
+def test_state_has_the_parameters_dtype_by_default():
     assert compose_job([]).optimizer.state_dtype == "float32"
     assert compose_job(["precision=bf16_full"]).optimizer.state_dtype == "bfloat16"
     kept = compose_job(["precision=bf16_full", "optimizer.state_dtype=float32"])
@@ -388,7 +388,7 @@ def after(
 
 
 @pytest.mark.parametrize(("kind", "master"), OWN)
-def test_dropped_steps_have_no_effect(kind: str, master: torch.dtype) -> None:
+def test_dropped_steps_have_no_effect(kind, master):
     """The result is bitwise that of the three steps that were applied, wherever others were dropped."""
     expected, expected_state = after(kind, master, [False] * 3)
     plain, plain_state = after(kind, master, None)
@@ -409,13 +409,7 @@ def test_dropped_steps_have_no_effect(kind: str, master: torch.dtype) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("drop", [None, [False, True, False, False]], ids=["all", "dropped"])
 @pytest.mark.parametrize(("kind", "master"), [("adamw uint8", F), *OWN])
-def test_a_compiled_update_computes_the_same(
-    kind: str,
-    master: torch.dtype,
-    drop: list[bool] | None,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compiled_update_computes_the_same(kind, master, drop, device, monkeypatch):
     """A GPU compiles by itself. Where a sum is rounded to the other neighbour, a code is the next one."""
     expected, expected_state = after(kind, master, drop, width=128)
     torch._dynamo.reset()
@@ -441,7 +435,7 @@ def test_a_compiled_update_computes_the_same(
 
 
 @pytest.mark.parametrize(("kind", "master"), OWN)
-def test_the_host_does_not_wait(kind: str, master: torch.dtype) -> None:
+def test_the_host_does_not_wait(kind, master):
     """Also with experts, and two matrices of equal shapes."""
     with torch.device("meta"):
         shapes = [(2, 8, 6), (8, 6), (8, 6), (4, 12)]
@@ -456,7 +450,7 @@ def test_the_host_does_not_wait(kind: str, master: torch.dtype) -> None:
     assert found == []
 
 
-def test_rounded_adamw_is_built_where_something_is_bfloat16() -> None:
+def test_rounded_adamw_is_built_where_something_is_bfloat16():
     for master, state in ((B, "bfloat16"), (B, "float32"), (F, "bfloat16")):
         parameter = torch.nn.Parameter(torch.empty(64, 3, device="meta", dtype=master))
         config = dataclasses.replace(ROUNDED, state_dtype=state)

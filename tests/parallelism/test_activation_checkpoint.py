@@ -42,7 +42,7 @@ def ledger_of(*overrides: str) -> tuple[int, Ledger, Ledger]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[int, Ledger, Ledger]:
+def plain():
     return ledger_of("activation_checkpoint=none")
 
 
@@ -71,13 +71,8 @@ def plain() -> tuple[int, Ledger, Ledger]:
     ],
 )
 def test_what_is_recomputed_and_what_kept(
-    plain: tuple[int, Ledger, Ledger],
-    mode: str,
-    recomputed_matmuls: int,
-    recomputed_attentions: int,
-    least: float,
-    most: float,
-) -> None:
+    plain, mode, recomputed_matmuls, recomputed_attentions, least, most
+):
     kept, forward, backward = ledger_of(*f"activation_checkpoint={mode}".split())
     assert forward.calls[MATMULS] == plain[1].calls[MATMULS]
     assert backward.calls[MATMULS] - plain[2].calls[MATMULS] == recomputed_matmuls
@@ -88,7 +83,7 @@ def test_what_is_recomputed_and_what_kept(
 @pytest.mark.parametrize(
     ("mode", "recomputed_matmuls"), [("none", 0), ("full", 6), ("selective_op", 3)]
 )
-def test_a_split_backward_pass_recomputes_once(mode: str, recomputed_matmuls: int) -> None:
+def test_a_split_backward_pass_recomputes_once(mode, recomputed_matmuls):
     """torch calls autograd for the inputs, and then for each group of parameters."""
     job = compose_job([*TINY, f"activation_checkpoint={mode}", "cluster.device=cpu"])
     torch.manual_seed(0)
@@ -107,7 +102,7 @@ def test_a_split_backward_pass_recomputes_once(mode: str, recomputed_matmuls: in
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
-def test_memory_budget_moves_the_partitioner() -> None:
+def test_memory_budget_moves_the_partitioner():
     def kept(budget: float) -> int:
         """Bytes that autograd saves; a ledger does not work with the compiler."""
         job = compose_job(
@@ -146,7 +141,7 @@ def test_memory_budget_moves_the_partitioner() -> None:
     assert least < 0.4 * most
 
 
-def test_selective_layers_do_not_depend_on_the_pipeline() -> None:
+def test_selective_layers_do_not_depend_on_the_pipeline():
     """The second stage recomputes the same layers as the full model."""
     job = compose_job([*TINY, "activation_checkpoint=selective_layer"])
     part = Decoder(job.model, 64, ["layers.1", "layers.2", "layers.3"])

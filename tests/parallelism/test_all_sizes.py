@@ -100,7 +100,7 @@ def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None
     pieces = [1] * parameter.ndim
     for placement, size in axes.values():
         if not placement.is_replicate():
-            pieces[placement.dim] *= size  # type: ignore[attr-defined]
+            pieces[placement.dim] *= size
     assert prod(pieces) == expected_pieces(name, layout), (name, axes)
     if is_expert(name) and layout.ep > 1:
         assert axes["ep"][0].is_shard(0) and axes["ep"][1] == layout.ep, (name, axes)
@@ -129,7 +129,7 @@ def expected_pieces(name: str, layout: ParallelismConfig) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.replace(" ", ","))
-def test_layout(case: str) -> None:
+def test_layout(case):
     job = composed(case)
     assert 8 <= job.world_size <= 2048
     shapes: dict[str, tuple[int, ...]] = {}
@@ -145,7 +145,7 @@ def test_layout(case: str) -> None:
     laid_out(job, job.world_size - 1)
 
 
-def test_the_process_group_is_destroyed() -> None:
+def test_the_process_group_is_destroyed():
     """Later tests in this process need to start without a group, as a rank of another world."""
     with fake_process_group(3, 16):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 16)

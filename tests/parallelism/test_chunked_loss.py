@@ -44,7 +44,7 @@ def chunked(
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("chunks", [1, 5, 48, 1000])
 @pytest.mark.parametrize("compiled", [None, "aot_eager"])
-def test_equals_torch(chunks: int, compiled: str | None, valid: bool) -> None:
+def test_equals_torch(chunks, compiled, valid):
     """Also without a single label."""
     x_BTC, weight_VC, labels_BT = made_up()
     if not valid:
@@ -62,7 +62,7 @@ def test_equals_torch(chunks: int, compiled: str | None, valid: bool) -> None:
         )
 
 
-def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss() -> None:
+def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss():
     """Both are compared with float64; torch's own chunked loss has an error of 1 to 3.5 % here."""
     x_BTC, weight_VC, labels_BT = made_up(torch.bfloat16, rows=512)
     exact_inputs = [t.detach().double().requires_grad_() for t in (x_BTC, weight_VC)]
@@ -83,7 +83,7 @@ def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_products_of_chunks_are_not_rounded_to_bfloat16(device: str) -> None:
+def test_products_of_chunks_are_not_rounded_to_bfloat16(device):
     x_BTC, _, _ = made_up(torch.bfloat16, rows=512)
     x_NC = x_BTC.detach().flatten(0, 1).to(device)
     found = torch.zeros(WIDTH, WIDTH, device=device)
@@ -94,7 +94,7 @@ def test_products_of_chunks_are_not_rounded_to_bfloat16(device: str) -> None:
     )
 
 
-def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16() -> None:
+def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16():
     """0.3 would be 0.3008, which scales every gradient by the same factor."""
     x_BTC, weight_VC, labels_BT = made_up(torch.bfloat16, rows=512)
     sums = []
@@ -107,7 +107,7 @@ def test_a_weight_of_the_loss_is_not_rounded_to_bfloat16() -> None:
         assert float(weighted_norm / plain_norm) == pytest.approx(1, abs=2e-4)
 
 
-def test_memory_at_a_large_vocabulary_is_a_quarter_at_most() -> None:
+def test_memory_at_a_large_vocabulary_is_a_quarter_at_most():
     peaks = []
     for call in (plain, lambda *inputs: chunked(*inputs, 16)):
         inputs = made_up(rows=256, vocabulary=128_256)
@@ -118,7 +118,7 @@ def test_memory_at_a_large_vocabulary_is_a_quarter_at_most() -> None:
     assert peaks[1] < peaks[0] / 4
 
 
-def test_the_host_does_not_wait_for_it() -> None:
+def test_the_host_does_not_wait_for_it():
     """Although the denominator changes with every step."""
     loss = TokenLoss(VOCABULARY, None)
     loss.denominator = 17.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,6 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.data.batch import Batch
-from harness.launch.pool import RankPool
 from harness.model.feed_forward import gated
 from harness.parallelism.async_tp import describe_fused
 from harness.parallelism.compile import CompileWatch, _of_several_rows, prepare_compiler
@@ -51,7 +49,7 @@ def graphs_of_rank(job: str) -> tuple[int, int]:
     return graphs, watch.unexpected
 
 
-def test_depth_adds_no_graphs() -> None:
+def test_depth_adds_no_graphs():
     """Blocks share compiled code: one graph for all blocks, and one for the loss."""
     assert graphs_after_two_steps() == graphs_after_two_steps("model.n_layers=3") == 2
     assert graphs_after_two_steps("compile.components=[blocks]") == 1
@@ -59,13 +57,13 @@ def test_depth_adds_no_graphs() -> None:
     assert graphs_after_two_steps("compile.components=[blocks,loss]", "training.loss_chunks=2") == 2
 
 
-def test_the_loss_of_a_split_vocabulary_is_compiled(pool: RankPool) -> None:
+def test_the_loss_of_a_split_vocabulary_is_compiled(pool):
     """Rows of parity compare its values."""
     job = jobs.tiny(*COMPILED, "compile.components=[loss]", "parallelism=tp", "model.n_layers=1")
     assert pool.run(2, graphs_of_rank, job.to_json()) == [(1, 0)] * 2
 
 
-def test_a_new_number_of_rows_compiles_nothing(pool: RankPool) -> None:
+def test_a_new_number_of_rows_compiles_nothing(pool):
     """Blocks in pieces: the loss; attention, three pieces of routing, and the gate between the products."""
     layout = ("model=qwen3_moe_debug", "parallelism=fsdp_ep", "training.global_batch_size=16")
     assert pool.run(4, graphs_of_rank, jobs.tiny(*COMPILED, *layout).to_json()) == [(6, 0)] * 4
@@ -78,7 +76,7 @@ def losses_of_rank(job: str, cache: str) -> list[float]:
         return [Engine(Job.from_json(job), CPU).gradients(batch_of(4)).loss for _ in range(2)]
 
 
-def test_ranks_that_share_a_cache_get_their_own_graphs(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_share_a_cache_get_their_own_graphs(pool, tmp_path):
     layout = ("parallelism=tp", "model.n_layers=1")
     compiled = jobs.tiny(
         *COMPILED, *layout, "compile.components=[loss]", "compile.backend=inductor"
@@ -89,7 +87,7 @@ def test_ranks_that_share_a_cache_get_their_own_graphs(pool: RankPool, tmp_path:
         assert losses == pytest.approx([expected] * 2, rel=1e-5)
 
 
-def test_a_new_shape_is_counted_as_unexpected() -> None:
+def test_a_new_shape_is_counted_as_unexpected():
     job = jobs.tiny(*COMPILED, "model.n_layers=1", "training.local_batch_size=4")
     with process_group(job, CPU):
         Engine(job, CPU).gradients(
@@ -105,7 +103,7 @@ def test_a_new_shape_is_counted_as_unexpected() -> None:
         assert watch.seconds > 0
 
 
-def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_break_is_an_error(monkeypatch):
     from harness.model.feed_forward import FeedForward
 
     original = FeedForward.forward
@@ -132,12 +130,12 @@ def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model=llama3_debug training.attention=flex", True),
     ],
 )
-def test_what_is_compiled_on_gpus_without_being_asked_for(override: str, compiles: bool) -> None:
+def test_what_is_compiled_on_gpus_without_being_asked_for(override, compiles):
     job = jobs.tiny("cluster=slurm", "cluster.device=cuda", *override.split())
     assert (job.compiles(on_gpu=True), job.compiles(on_gpu=False)) == (compiles, False)
 
 
-def test_numbers_of_rows_of_an_expert_rank_share_a_graph() -> None:
+def test_numbers_of_rows_of_an_expert_rank_share_a_graph():
     """Peers wait for a rank that compiles; torch compiles for 0 and for 1 row anew."""
     gate = partial(gated, activation="swiglu")
     torch._dynamo.reset()
@@ -149,7 +147,7 @@ def test_numbers_of_rows_of_an_expert_rank_share_a_graph() -> None:
     assert watch.graphs == 1
 
 
-def test_the_limit_of_graphs_is_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_graphs_is_for_all_lengths(monkeypatch):
     """Two masks, with gradients and without, for each length; nobody asks to compile FlexAttention."""
     lengths = [{"until_step": step, "tokens": 16 * step} for step in range(1, 4)]
     job = jobs.tiny(
@@ -161,7 +159,7 @@ def test_the_limit_of_graphs_is_for_all_lengths(monkeypatch: pytest.MonkeyPatch)
     assert torch._dynamo.config.recompile_limit >= 4 * len(job.sizes.lengths) > 8
 
 
-def test_more_graphs_than_the_limit_are_an_error() -> None:
+def test_more_graphs_than_the_limit_are_an_error():
     prepare_compiler(jobs.tiny(*COMPILED), CPU)
     doubled = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(FailOnRecompileLimitHit):
@@ -169,7 +167,7 @@ def test_more_graphs_than_the_limit_are_an_error() -> None:
             doubled(torch.ones(length))
 
 
-def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_what_it_compiled(tmp_path, capsys):
     """Validation's own graph, without gradients, does not count as a recompilation."""
     import json
 
@@ -226,11 +224,11 @@ def fused_calls(job_json: str, cache: str) -> tuple[int, int, float]:
     finally:
         torch._inductor.config._micro_pipeline_tp = False
         library._destroy()
-    return *calls.values(), norm  # type: ignore[return-value]
+    return *calls.values(), norm
 
 
 @pytest.mark.thorough  # the compiler takes twenty seconds
-def test_async_tensor_parallel_is_in_the_graph(pool: RankPool, tmp_path: Path) -> None:
+def test_async_tensor_parallel_is_in_the_graph(pool, tmp_path):
     layout = ("parallelism=tp", "compile.backend=inductor", "training.local_batch_size=4")
     job = jobs.tiny(*COMPILED, *layout, "model.n_layers=1", "compile.components=[blocks]")
     # Set here, because it is refused on a CPU.
@@ -244,7 +242,7 @@ def test_async_tensor_parallel_is_in_the_graph(pool: RankPool, tmp_path: Path) -
     assert [calls[:2] for calls in plain] == [(0, 0)] * 2
 
 
-def test_what_is_not_fused_is_reported() -> None:
+def test_what_is_not_fused_is_reported():
     counts = {"all-gathers": 24, "reduce-scatters": 12}
     fused = "fused 24 all-gathers and 12 reduce-scatters with products, in the first step"
     assert describe_fused(counts) == fused

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from harness.config.model import AttentionSpan
 from harness.config.parallelism import ParallelismConfig
-from harness.launch.pool import RankPool
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.parallelism.context import RingAttention, UlyssesAttention, local_positions
 from harness.parallelism.mesh import context_groups
@@ -30,14 +29,14 @@ REACH = AttentionSpec(AttentionSpan(), 0.3)
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_position_has_one_rank(cp: int, layout: ParallelismConfig) -> None:
+def test_every_position_has_one_rank(cp, layout):
     layout = ParallelismConfig(**{**vars(layout), "cp": cp})
     shares = [local_positions(layout, 24, rank) for rank in range(cp)]
     assert torch.cat(shares).sort().values.tolist() == list(range(24))
     assert {len(share) for share in shares} == {24 // cp}
 
 
-def test_balanced_ranks_attend_to_the_same_number_of_keys() -> None:
+def test_balanced_ranks_attend_to_the_same_number_of_keys():
     keys = {
         name: [int((local_positions(each, 24, r) + 1).sum()) for r in (0, 1)]
         for name, each in LAYOUTS.items()
@@ -46,7 +45,7 @@ def test_balanced_ranks_attend_to_the_same_number_of_keys() -> None:
     assert keys["ulysses"] == keys["unbalanced"] == [78, 222]
 
 
-def test_groups_are_neighbours_on_the_shard_axis() -> None:
+def test_groups_are_neighbours_on_the_shard_axis():
     """Two stages, dp_shard=2 x cp=2 as one axis, tp=2: 16 ranks, tp innermost."""
     groups = context_groups(torch.arange(16).view(2, 4, 2), 1, 2)
     assert groups == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
@@ -69,7 +68,7 @@ def difference(
     local = [x[:, positions] for x in tensors]
     if compiled:
         torch._dynamo.reset()
-        kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+        kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)
     found = run(kernel, local, weights[:, positions])
     return [
         float((a - b[:, positions]).float().norm() / b[:, positions].float().norm())
@@ -87,7 +86,7 @@ def run(kernel: Kernel, tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_attention_over_split_sequences(pool: RankPool, name: str, cp: int) -> None:
+def test_attention_over_split_sequences(pool, name, cp):
     """With grouped queries: two query heads for each key head."""
     layout = ParallelismConfig(**{**vars(LAYOUTS[name]), "cp": cp})
     for found in pool.run(cp, difference, layout, 0, False, torch.float32):
@@ -98,7 +97,7 @@ def test_attention_over_split_sequences(pool: RankPool, name: str, cp: int) -> N
 
 
 @pytest.mark.parametrize("name", ["allgather", "alltoall", "ulysses"])
-def test_compiled_in_one_graph(pool: RankPool, name: str) -> None:
+def test_compiled_in_one_graph(pool, name):
     for found in pool.run(2, difference, LAYOUTS[name], 2, True, torch.float32):
         assert max(found) < 1e-6
 
@@ -113,10 +112,10 @@ def rounds(layout: ParallelismConfig) -> int:
     block = RingAttention(REACH, group, layout.balances_context, layout.cp_rotate_method)
     part = SimpleNamespace(blocks={0: block})
     config = ActivationCheckpointConfig(mode="selective_op")
-    activation_checkpoint.apply_activation_checkpoint(part, config)  # type: ignore[arg-type]
+    activation_checkpoint.apply_activation_checkpoint(part, config)
     context._templated_ring_attention = lambda *args, **kwargs: (
         calls.append(1) or original(*args, **kwargs)
-    )  # type: ignore
+    )
     try:
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
@@ -126,5 +125,5 @@ def rounds(layout: ParallelismConfig) -> int:
     return len(calls)
 
 
-def test_recomputation_does_not_repeat_the_ring(pool: RankPool) -> None:
+def test_recomputation_does_not_repeat_the_ring(pool):
     assert pool.run(2, rounds, LAYOUTS["allgather"]) == [1, 1]

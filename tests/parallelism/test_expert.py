@@ -13,7 +13,6 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.pipeline import split_modules
 from harness.data.batch import Batch
-from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.kernels import SdpaKernel
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
@@ -22,7 +21,7 @@ from harness.tools.parity.parity import single_process
 DEEPSEEK = "model=deepseek_v3_debug"
 
 
-def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool: RankPool) -> None:
+def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool):
     job = layout("ep", DEEPSEEK)
     require_parity(pool, "ep", job, steps=20)
     results = reference(pool, job, 20).results
@@ -53,9 +52,7 @@ def stepped(job_json: str) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.parametrize("name", ["fsdp_ep_recompute_full", "pp_1f1b"])
-def test_every_token_is_counted_once_and_lengths_read_once_per_layer(
-    pool: RankPool, name: str
-) -> None:
+def test_every_token_is_counted_once_and_lengths_read_once_per_layer(pool, name):
     """Also with recomputation, and a validation before (trap 18)."""
     job = layout(name, DEEPSEEK)
     [(expected, _)] = pool.run(1, stepped, single_process(job).to_json())
@@ -91,7 +88,7 @@ def gathers_and_waits(job_json: str) -> list[str]:
     ]
 
 
-def test_the_next_block_is_gathered_before_experts_wait(pool: RankPool) -> None:
+def test_the_next_block_is_gathered_before_experts_wait(pool):
     job = layout("fsdp_ep_recompute_full", DEEPSEEK)
     events = pool.run(job.world_size, gathers_and_waits, job.to_json())[0]
     waits = [place for place, event in enumerate(events) if event == "wait"]
@@ -106,7 +103,7 @@ def test_the_next_block_is_gathered_before_experts_wait(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
-def test_experts_in_float32_wait_once_per_layer(mode: str) -> None:
+def test_experts_in_float32_wait_once_per_layer(mode):
     """The grouped kernel does not support float32: nine products per layer are a loop over the experts."""
     model = ["model=qwen3_moe_debug", "data=synthetic", "tokenizer=bytes", "training.seq_len=32"]
     job = compose_job([*model, f"activation_checkpoint={mode}"])

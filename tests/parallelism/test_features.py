@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 from layouts import layout, require_parity
 
-from harness.launch.pool import RankPool
 from harness.optimizer import assignment
 from harness.tools.parity import parity
 
@@ -55,6 +54,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", ROWS, ids="-".join)
-def test_layout_agrees_with_one_process(pool: RankPool, case: tuple[str, str]) -> None:
+def test_layout_agrees_with_one_process(pool, case):
     feature, name = case
     require_parity(pool, name, layout(name, *TABLE[feature][0]), **OPTIONS.get(feature, {}))

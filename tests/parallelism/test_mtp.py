@@ -13,7 +13,6 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.data.batch import IGNORE_INDEX, Batch
-from harness.launch.pool import RankPool
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
@@ -138,14 +137,14 @@ def differences_from_the_paper(job_json: str) -> dict[str, float]:
     ],
     ids=lambda overrides: "".join(overrides) or "plain",
 )
-def test_losses_and_gradients_are_the_papers(pool: RankPool, overrides: list[str]) -> None:
+def test_losses_and_gradients_are_the_papers(pool, overrides):
     job = job_of(*overrides)
     [differences] = pool.run(1, differences_from_the_paper, job.to_json())
     assert differences.keys() == {"loss", "mtp_loss", *parameter_shapes(job.model)}
     assert all(abs(difference) < 1e-5 for difference in differences.values()), differences
 
 
-def test_labels_at_the_ends_of_sequences_and_documents() -> None:
+def test_labels_at_the_ends_of_sequences_and_documents():
     inputs, labels = torch.arange(10, 18).unsqueeze(0), torch.arange(11, 19).unsqueeze(0)
     later = shift_by_one(Batch(inputs, labels))
     ignored = IGNORE_INDEX
@@ -178,7 +177,7 @@ def step_of(job_json: str, spoiled: bool = False) -> tuple[float, float | None, 
     return found.loss, found.mtp_loss, total / valid, found.is_finite, bool(found.norm.isfinite())
 
 
-def test_validation_sees_the_next_token_only(pool: RankPool) -> None:
+def test_validation_sees_the_next_token_only(pool):
     [(loss, further, validation, *_)] = pool.run(1, step_of, job_of().to_json())
     assert validation == pytest.approx(loss, rel=1e-5)
     assert further is not None and further != pytest.approx(loss, rel=1e-3)
@@ -186,7 +185,7 @@ def test_validation_sees_the_next_token_only(pool: RankPool) -> None:
     assert without == (loss, None, validation, True, True)
 
 
-def test_a_nan_loss_is_detected_by_host_and_device(pool: RankPool) -> None:
+def test_a_nan_loss_is_detected_by_host_and_device(pool):
     [(*_, is_finite, norm_is_finite)] = pool.run(1, step_of, job_of().to_json(), True)
     assert not is_finite and not norm_is_finite
 
@@ -195,7 +194,7 @@ def with_depth(model: ModelConfig, depth: int) -> ModelConfig:
     return dataclasses.replace(model, mtp=dataclasses.replace(model.mtp, depth=depth))
 
 
-def test_parameters_and_flops_are_counted() -> None:
+def test_parameters_and_flops_are_counted():
     model = compose_job(["model=deepseek_v3_671b"]).model
     off, on = (account(with_depth(model, depth), 4096) for depth in (0, 1))
     # Layer 61 of the released checkpoint, without its copies of embedding and head, has 11.5B parameters.
@@ -213,7 +212,7 @@ def test_parameters_and_flops_are_counted() -> None:
     assert on.flops_per_token_full - off.flops_per_token_full == 6 * multiplied + attention
 
 
-def test_linears_of_the_block_multiply_in_float8() -> None:
+def test_linears_of_the_block_multiply_in_float8():
     job = compose_job(
         [
             "model=deepseek_v3_671b",

@@ -10,7 +10,6 @@ from torch.func import functional_call
 
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
 from harness.train.engine import Engine
@@ -62,7 +61,7 @@ def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         "model.tied_embeddings=true",
     ],
 )
-def test_gradients_are_those_of_casts_bit_for_bit(pool: RankPool, options: str) -> None:
+def test_gradients_are_those_of_casts_bit_for_bit(pool, options):
     job = tiny(
         "precision=bf16",
         "training.max_norm=0",

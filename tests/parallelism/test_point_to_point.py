@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.pipeline import read_csv_schedule
-from harness.launch.pool import RankPool
 from harness.util.errors import ConfigError
 
 Operation = tuple[str, int]
@@ -85,7 +83,7 @@ def one_by_one(batches: list[list[Operation]]) -> list[list[Operation]]:
 
 
 @pytest.mark.parametrize("row", ["1F1B-4-2", "InterleavedZeroBubble-4-1", "DualPipeV-4-1"])
-def test_one_stream_per_rank_does_not_deadlock(pool: RankPool, row: str) -> None:
+def test_one_stream_per_rank_does_not_deadlock(pool, row):
     name, pp, times = row.split("-")
     job = compose_job(
         [
@@ -149,7 +147,7 @@ def is_in_order(row: list[str]) -> bool:
     )
 
 
-def test_an_order_in_a_file_is_accepted_if_it_ends(tmp_path: Path) -> None:
+def test_an_order_in_a_file_is_accepted_if_it_ends(tmp_path):
     """Random orders: a schedule with more and more noise, until most are wrong."""
     generator, counts = random.Random(0), {True: 0, False: 0}
     for number in range(300):

@@ -9,7 +9,7 @@ from layouts import require_agreement
 
 from harness.compose.composer import Composer
 from harness.config.job import Job
-from harness.launch.pool import RankFailed, RankPool
+from harness.launch.pool import RankFailed
 from harness.tools.parity.parity import LayoutComparer, ParityConfig, ParityJob, Trace, trace
 
 # Schedule, when parameters are freed, where they wait, what is recomputed, the axis beside the stages.
@@ -61,16 +61,16 @@ def layout(row: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def judge(pool: RankPool) -> LayoutComparer:
+def judge(pool):
     return LayoutComparer(pool, ParityConfig(steps=2))
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_parameters_freed_between_passes(judge: LayoutComparer, row: str) -> None:
+def test_parameters_freed_between_passes(judge, row):
     require_agreement(judge.verdict(row, layout(row)))
 
 
-def test_one_microbatch_in_bfloat16(judge: LayoutComparer) -> None:
+def test_one_microbatch_in_bfloat16(judge):
     require_agreement(judge.verdict("one microbatch", compose(*ONE_MICROBATCH)))
 
 
@@ -88,7 +88,7 @@ def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
 
     original = DirectExecutor.forward_backward
 
-    def forward_backward(self, batch, *, last):  # type: ignore[no-untyped-def]
+    def forward_backward(self, batch, *, last):
         losses = original(self, batch, last=last)
         self.part.norm.weight.grad = None
         return losses
@@ -100,14 +100,14 @@ def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
 @pytest.mark.parametrize(
     "row", ["InterleavedZeroBubble-always-device-none-dp_shard", "DualPipeV-always-device-none-cp"]
 )
-def test_a_gradient_that_a_stage_would_lose_ends_the_run(pool: RankPool, row: str) -> None:
+def test_a_gradient_that_a_stage_would_lose_ends_the_run(pool, row):
     with pytest.raises(
         RankFailed, match=r"LostGradientError: backward gave no gradient to .*norm\.weight"
     ):
         pool.run(4, without_gathering, layout(row).to_json(), 1)
 
 
-def test_a_parameter_without_a_gradient_ends_the_run(pool: RankPool) -> None:
+def test_a_parameter_without_a_gradient_ends_the_run(pool):
     with pytest.raises(
         RankFailed, match=r"LostGradientError: backward gave no gradient to norm\.weight"
     ):

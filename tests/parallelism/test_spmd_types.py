@@ -14,8 +14,6 @@ import planted
 import pytest
 from layouts import layout
 
-from harness.launch.pool import RankPool
-
 pytest.importorskip("spmd_types")
 pytestmark = pytest.mark.thorough
 
@@ -100,7 +98,7 @@ DENSE, EXPERTS, SINKS, LATENT = (
         *((name, LATENT) for name in ("tp", "tp_cp_ulysses", "fsdp_tp_ep")),
     ],
 )
-def test_layouts_are_well_typed(pool: RankPool, name: str, model: str) -> None:
+def test_layouts_are_well_typed(pool, name, model):
     job = layout(name, f"model={model}")
     assert set(pool.run(job.world_size, typed_step, job.to_json())) == {""}
 
@@ -118,9 +116,7 @@ def test_layouts_are_well_typed(pool: RankPool, name: str, model: str) -> None:
         ),
     ],
 )
-def test_planted_errors_are_ill_typed(
-    pool: RankPool, plant: Any, name: str, model: str, says: str
-) -> None:
+def test_planted_errors_are_ill_typed(pool, plant, name, model, says):
     job = layout(name, f"model={model}")
     for error in planted.PlantedPool(pool, plant).run(job.world_size, typed_step, job.to_json()):
         assert re.search(says, error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain, product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +59,7 @@ BY_WEIGHT = combined(
 )
 
 
-def test_every_module_and_every_stage_once() -> None:
+def test_every_module_and_every_stage_once():
     assert len(BY_SCHEDULE) > 200 and len(BY_WEIGHT) > 100
     for n_layers, layout in BY_SCHEDULE + BY_WEIGHT:
         stages = split_modules(layout, n_layers)
@@ -77,7 +76,7 @@ def test_every_module_and_every_stage_once() -> None:
         )
 
 
-def test_balance() -> None:
+def test_balance():
     """With embedding and head counted as a layer each, weights of stages differ by at most one."""
     for n_layers, layout in BY_SCHEDULE:
         weights = [layers(stage) for stage in split_modules(layout, n_layers)]
@@ -105,15 +104,13 @@ def test_balance() -> None:
         (14, 2, {"schedule": "Interleaved1F1B", "layers_per_stage": 2}, [1, 2, 2, 2, 2, 2, 2, 1]),
     ],
 )
-def test_layers_by_hand(
-    n_layers: int, pp: int, fields: dict[str, Any], expected: list[int]
-) -> None:
+def test_layers_by_hand(n_layers, pp, fields, expected):
     layout = ParallelismConfig(pp=pp, **{f"pp_{name}": value for name, value in fields.items()})
     assert [layers(stage) for stage in split_modules(layout, n_layers)] == expected
     assert stages_per_rank(layout, n_layers) == len(expected) // pp
 
 
-def test_fitting_layers_per_stage_are_exactly_the_legal_ones() -> None:
+def test_fitting_layers_per_stage_are_exactly_the_legal_ones():
     for n_layers, pp, schedule in product((2, 6, 8, 13, 32), (2, 3, 4, 8), SCHEDULES):
         base = ParallelismConfig(pp=pp, pp_schedule=schedule)
         fitting = fitting_layers_per_stage(base, n_layers)
@@ -123,7 +120,7 @@ def test_fitting_layers_per_stage_are_exactly_the_legal_ones() -> None:
             )
 
 
-def test_by_names() -> None:
+def test_by_names():
     named = [["tok_embeddings"], ["layers.0", "layers.1", "norm", "output"]]
     layout = ParallelismConfig(pp=2, pp_modules_per_stage=named)
     check_stages(layout, 2)
@@ -140,7 +137,7 @@ def test_by_names() -> None:
         ("DualPipeV", 2, [[0, 7], [1, 6], [2, 5], [3, 4]]),
     ],
 )
-def test_placement(schedule: str, per_stage: int | None, expected: list[list[int]]) -> None:
+def test_placement(schedule, per_stage, expected):
     layout = ParallelismConfig(pp=4, pp_schedule=schedule, pp_layers_per_stage=per_stage)
     assert [stages_of_rank(layout, 14, rank) for rank in range(4)] == expected
 
@@ -154,9 +151,7 @@ def test_placement(schedule: str, per_stage: int | None, expected: list[list[int
     ],
     ids=["split", "v", "unequal"],
 )
-def test_csv_places_stages(
-    tmp_path: Path, rows: list[str], placed: list[list[int]], microbatches: int, per_rank: int
-) -> None:
+def test_csv_places_stages(tmp_path, rows, placed, microbatches, per_rank):
     """The file takes precedence over pp_schedule."""
     path = tmp_path / "schedule.csv"
     path.write_text("\n".join(rows) + "\n")
@@ -212,7 +207,7 @@ def torch_takes(name: str, pp: int, per_rank: int, microbatches: int) -> bool:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_torch_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_agrees(name, monkeypatch):
     """Except that torch accepts a looping schedule with one stage, which is another schedule."""
     monkeypatch.setattr(torch_schedules, "_check_torch_compile_compatibility", lambda *_: None)
     rule = SCHEDULES[name]
@@ -227,9 +222,7 @@ def test_torch_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
 )
-def test_a_csv_written_by_torch_can_be_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_csv_written_by_torch_can_be_read(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_schedules, "_check_torch_compile_compatibility", lambda *_: None)
     layout = ParallelismConfig(pp=4, pp_schedule=name)
     made = get_schedule_class(name)(stages(layout, 2), 8, loss_fn=lambda output, target: output)

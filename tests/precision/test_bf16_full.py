@@ -21,7 +21,7 @@ def trained(pool: RankPool, *overrides: str) -> list[Trained]:
     return pool.run(job.world_size, train_engine, job, 4)
 
 
-def test_everything_is_bfloat16_on_every_rank(pool: RankPool) -> None:
+def test_everything_is_bfloat16_on_every_rank(pool):
     [alone], [mixed] = trained(pool, "precision=bf16_full"), trained(pool, "precision=bf16")
     assert {weight.dtype for weight in mixed.weights.values()} == {torch.float32}
     # Equal up to rounding at first; then updates smaller than half a bfloat16 step are lost.

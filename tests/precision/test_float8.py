@@ -79,10 +79,10 @@ def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
     sent: set[torch.dtype] = set()
     chosen, dispatch = parallelize.gathers_float8, Float8TrainingTensor.__torch_dispatch__
 
-    def as_on_cuda(precision, layout, device):  # type: ignore[no-untyped-def]
+    def as_on_cuda(precision, layout, device):
         return chosen(precision, layout, torch.device("cuda", 0))
 
-    def gather_bytes(cls, func, types, args, kwargs=None):  # type: ignore[no-untyped-def]
+    def gather_bytes(cls, func, types, args, kwargs=None):
         if func is not op:
             return dispatch(func, types, args, kwargs)
         cast, *rest = args
@@ -136,7 +136,7 @@ def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("linear", RECIPES)
-def test_a_linear_by_hand(linear: str) -> None:
+def test_a_linear_by_hand(linear):
     """Output and gradients of a swapped linear against reference casts and products in float64."""
     torch.manual_seed(0)
     plain = nn.Linear(64, 96, bias=False)
@@ -179,9 +179,7 @@ def test_a_linear_by_hand(linear: str) -> None:
         ("mxfp8", FAMILIES["gpt_oss"], (".moe.experts.w",), 6),
     ],
 )
-def test_a_job_in_float8_against_bfloat16(
-    pool: RankPool, linear: str, model: tuple[str, ...], parts: tuple[str, ...], number: int
-) -> None:
+def test_a_job_in_float8_against_bfloat16(pool, linear, model, parts, number):
     """With fixed routing: different routing of a few rows would change a gradient by more."""
     fixed = (*model, "model.moe.force_balance=true") if model[-1:] == WIDE[-1:] else model
     plain = [each for each in fixed if not each.startswith("precision.")]
@@ -225,9 +223,7 @@ EXPERTS = (*FAMILIES["qwen3"], "model.moe.hidden_dim=256")
         ("mxfp8", EXPERTS, "parallelism=tp parallelism.expert_tensor_parallel=true"),
     ],
 )
-def test_layout_agrees_with_one_process(
-    pool: RankPool, linear: str, model: tuple[str, ...], layout: str
-) -> None:
+def test_layout_agrees_with_one_process(pool, linear, model, layout):
     """In float32, with rows of a forward pass as on one rank of the layout, over which scales are computed.
 
     Tensor parallelism adds in another order, so a value between two float8 values may be rounded to the other
@@ -245,7 +241,7 @@ def test_layout_agrees_with_one_process(
     assert model or verdict.norm < 1e-6
 
 
-def test_the_same_numbers_another_way(pool: RankPool) -> None:
+def test_the_same_numbers_another_way(pool):
     """Bitwise: gathers in float8, with scales ahead of them, recomputation and compilation."""
     gather = "precision.enable_fsdp_float8_all_gather=true"
     ahead = "precision.precompute_float8_dynamic_scale_for_fsdp=true"
@@ -273,7 +269,7 @@ def test_the_same_numbers_another_way(pool: RankPool) -> None:
     assert job_of(*shared).numerics_id != job_of(*shared, gather).numerics_id
 
 
-def test_tensor_parallelism_that_gathers_float8(pool: RankPool) -> None:
+def test_tensor_parallelism_that_gathers_float8(pool):
     """GPUs cast, then gather; the result equals that of gathering, then casting."""
     job = job_of(*precision_of("float8_tensorwise", "bfloat16"), "parallelism=fsdp_tp")
     ranks = pool.run(4, trace, job.to_json(), 1)
@@ -289,7 +285,7 @@ LENGTHS = [5, 0, 130, 16]
 
 
 @pytest.mark.parametrize("linear", GROUPED)
-def test_a_product_by_hand(linear: str) -> None:
+def test_a_product_by_hand(linear):
     """Output and gradients of each group against reference casts and products in float64."""
     torch.manual_seed(0)
     precision = PrecisionConfig(linear=linear, emulate=True)
@@ -349,7 +345,7 @@ def experts_of(family: str) -> tuple[Experts, Experts]:
     return pair
 
 
-def test_padding_of_experts_changes_nothing() -> None:
+def test_padding_of_experts_changes_nothing():
     plain, padded = experts_of("gpt_oss")
     padded.row_block = 16
     found: list[dict[str, Tensor]] = []
@@ -366,7 +362,7 @@ def test_padding_of_experts_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("linear", GROUPED)
-def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_that_gpus_call(linear, monkeypatch):
     """Arguments of torchao's functions: rows in full blocks, bfloat16, matrices with contiguous columns."""
     import torchao.prototype.moe_training as torchao
     from torchao.prototype.moe_training import mxfp8_grouped_mm
@@ -420,7 +416,7 @@ def test_the_kernels_that_gpus_call(linear: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("linear", GROUPED)
-def test_kernels_equal_emulation(linear: str) -> None:
+def test_kernels_equal_emulation(linear):
     device = torch.device("cuda")
     if (
         torch.cuda.get_device_capability()[0]

@@ -38,7 +38,7 @@ def job_of(*overrides: str) -> Job:
         "deepseek_v3_debug model.mtp.depth=1",
     ],
 )
-def test_linears_are_the_decoders(model: str) -> None:
+def test_linears_are_the_decoders(model):
     name, *overrides = model.split()
     config = job_of(f"model={name}", *overrides).model
     with torch.device("meta"):
@@ -52,7 +52,7 @@ def test_linears_are_the_decoders(model: str) -> None:
 
 
 @pytest.mark.parametrize("linear", ["float8_tensorwise", "float8_rowwise"])
-def test_small_ones_are_torchaos(linear: str) -> None:
+def test_small_ones_are_torchaos(linear):
     takes = _auto_filter_for_recipe(linear.removeprefix("float8_"), filter_fqns=[])
     edges = [1024, 1040, 2048, 2064, 4096, 4112, 8192]
     seen = set()
@@ -75,7 +75,7 @@ def test_small_ones_are_torchaos(linear: str) -> None:
         (["precision=bf16"], False),
     ],
 )
-def test_warning_about_casts_without_compile(overrides: list[str], warned: bool) -> None:
+def test_warning_about_casts_without_compile(overrides, warned):
     on_gpus = [
         "model=llama3_8b",
         "cluster=slurm_h100",
@@ -130,7 +130,7 @@ DESCRIPTIONS = {
 
 
 @pytest.mark.parametrize(("overrides", "description"), DESCRIPTIONS.items())
-def test_description(overrides: str, description: str) -> None:
+def test_description(overrides, description):
     job = job_of(*f"precision.emulate=true precision.linear={overrides}".split())
     kind, text = (
         sort_linears(job.model, job.precision).describe(job.precision.linear).split(": ", 1)
@@ -141,7 +141,7 @@ def test_description(overrides: str, description: str) -> None:
 
 
 @pytest.mark.parametrize("linear", [*FLOAT8, "mxfp8"])
-def test_selection_does_not_depend_on_the_layout(linear: str) -> None:
+def test_selection_does_not_depend_on_the_layout(linear):
     """A layout that cannot convert the same linears is refused, and the suggested filter works."""
     shape = ("model.dim=256", "model.n_kv_heads=2", "model.ffn_hidden_dim=256")
     job = job_of(f"precision.linear={linear}", "precision.emulate=true", *shape)
@@ -161,9 +161,7 @@ SLURM = ("cluster=slurm", "cluster.ranks_per_node=8")
 
 
 @pytest.mark.usefixtures("alone")
-def test_hardware_that_multiplies_or_is_unknown_is_accepted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hardware_that_multiplies_or_is_unknown_is_accepted(monkeypatch):
     """Ranks check unknown hardware."""
     for overrides in (
         ("precision=float8_rowwise", "cluster=slurm_h100"),
@@ -198,14 +196,7 @@ def test_hardware_that_multiplies_or_is_unknown_is_accepted(
         ("mxfp8", (9, 4), "6.2", False, False),
     ],
 )
-def test_a_rank_checks_its_device(
-    monkeypatch: pytest.MonkeyPatch,
-    linear: str,
-    capability: tuple[int, int],
-    hip: str | None,
-    linears: bool,
-    experts: bool,
-) -> None:
+def test_a_rank_checks_its_device(monkeypatch, linear, capability, hip, linears, experts):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
@@ -220,9 +211,7 @@ def test_a_rank_checks_its_device(
         require_device(PrecisionConfig(linear=linear, emulate=True), device, experts=with_experts)
 
 
-def test_mfu_of_float8_is_against_the_bfloat16_peak_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mfu_of_float8_is_against_the_bfloat16_peak_and_says_so(monkeypatch):
     from harness.train.trainer import device_peak
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 from jobs import tiny
 
-from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RunFolder
@@ -46,18 +44,16 @@ ERROR = {"rank": 0, "time": 100.0}
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
+def job():
     return tiny()
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_whole(
-    folder: RunFolder, job: Job
-) -> None:
+def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_whole(folder, job):
     begin(folder, job, ["a=1", "b=2"])
     assert (folder.read_job(), folder.state) == (job, "starting")
     assert (folder.path / "overrides.txt").read_text() == "a=1\nb=2\n"
@@ -82,9 +78,7 @@ def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_who
 
 
 @pytest.mark.parametrize("pid_started", [1, None])
-def test_a_status_counts_only_while_its_process_lives(
-    folder: RunFolder, job: Job, pid_started: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_status_counts_only_while_its_process_lives(folder, job, pid_started, monkeypatch):
     monkeypatch.setattr("harness.run.folder.LEAVING_SECONDS", 0.2)
     folder.path.mkdir()
     status = {"state": "running", "host": socket.gethostname(), "pid": os.getppid()}
@@ -96,35 +90,31 @@ def test_a_status_counts_only_while_its_process_lives(
         begin(folder, job, [])
 
 
-def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path, job: Job) -> None:
+def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path, job):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the run folder"):
         begin(RunFolder(tmp_path / "file" / "run"), job, [])
 
 
-def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFolder) -> None:
+def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder):
     folder.errors.record(0, RuntimeError("[tcp/pair.cc] Connection closed by peer [127.0.0.1]:1"))
     folder.errors.record(2, RuntimeError("Timed out waiting 2000ms for recv operation to complete"))
     folder.errors.record(3, KeyboardInterrupt())
-    assert folder.errors.first()["rank"] == 2  # type: ignore[index]
+    assert folder.errors.first()["rank"] == 2
     folder.errors.record(1, LookupError("the cause"))
     folder.errors.record(4, LookupError("a later one"))
     (folder.path / "errors" / "rank5.json").write_text("{broken")
-    assert folder.errors.first()["rank"] == 1  # type: ignore[index]
+    assert folder.errors.first()["rank"] == 1
 
 
-def test_an_unrecorded_error_is_shown(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unrecorded_error_is_shown(folder, capsys):
     folder.path.mkdir()
     (folder.path / "errors").write_text("in the way")
     folder.errors.record(0, LookupError("the original"))
     assert "LookupError: the original" in capsys.readouterr().err
 
 
-def test_a_result_is_waited_for_until_it_is_there(
-    folder: RunFolder, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_waited_for_until_it_is_there(folder, job, monkeypatch):
     begin(folder, job, [])
     polls: list[float] = []
 
@@ -142,7 +132,7 @@ def test_a_result_is_waited_for_until_it_is_there(
     assert len(polls) == 3
 
 
-def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
+def test_settling_writes_the_row_that_rank_0_could_not(folder, job):
     begin(folder, job, [])
     with closing(MetricsFile(folder.path / "metrics.jsonl")) as metrics:
         metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
@@ -158,9 +148,7 @@ def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: J
     )
 
 
-def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(
-    folder: RunFolder, job: Job
-) -> None:
+def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder, job):
     begin(folder, job, [])
     folder.errors.record(0, RuntimeError("Connection closed by peer"))
     RunRecord(job, folder).end("failed", EXIT_MACHINE, {"step": 9})
@@ -178,7 +166,7 @@ def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 1 MB."""
     path = tmp_path / "small"
     path.mkdir()
@@ -197,9 +185,7 @@ def fill(path: Path) -> None:
             file.write(b"0" * 4096)
 
 
-def test_a_disk_that_gets_full(
-    small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_gets_full(small_disk, job, capsys):
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
     folder.set_status("running")
@@ -218,7 +204,7 @@ def test_a_disk_that_gets_full(
     assert not (folder.path / RESERVE).exists()
 
 
-def test_a_full_disk(small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(small_disk, job, capsys):
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
     (folder.path / RESERVE).unlink()
@@ -239,7 +225,7 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
 
 
-def test_result_is_one_flat_row(tmp_path: Path) -> None:
+def test_result_is_one_flat_row(tmp_path):
     row = {
         "exit": "done",
         "job": {"training": {"steps": 3}, "empty": {}},
@@ -267,20 +253,18 @@ def test_result_is_one_flat_row(tmp_path: Path) -> None:
         ({"window.anything": "x"}, "window.anything is of type str"),
     ],
 )
-def test_a_row_with_values_of_wrong_types_is_refused(
-    row: dict[str, Any], wrong: str, tmp_path: Path
-) -> None:
+def test_a_row_with_values_of_wrong_types_is_refused(row, wrong, tmp_path):
     write_result(tmp_path, row)
     with pytest.raises(ValueError, match=wrong) if wrong else contextlib.nullcontext():
         assert read_result(tmp_path) == row
 
 
-def test_flatten_refuses_two_values_of_one_name() -> None:
+def test_flatten_refuses_two_values_of_one_name():
     with pytest.raises(ValueError, match=r"a\.b"):
         flatten({"a.b": 1, "a": {"b": 2}})
 
 
-def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     write_json_atomically(path, {"state": "old"})
 
@@ -294,7 +278,7 @@ def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir(tmp_path) == ["status.json"]
 
 
-def test_result_is_as_readable_as_umask_allows(tmp_path: Path) -> None:
+def test_result_is_as_readable_as_umask_allows(tmp_path):
     before = os.umask(0o027)
     try:
         mode = write_result(tmp_path, {}).stat().st_mode
@@ -303,7 +287,7 @@ def test_result_is_as_readable_as_umask_allows(tmp_path: Path) -> None:
     assert mode & 0o777 == 0o640
 
 
-def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions(monkeypatch):
     found = versions()
     assert found["harness"] == __version__
     assert found["python"] and found["torch"]
@@ -311,7 +295,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions()["no-such-package-at-all"] is None
 
 
-def test_git_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_commit(tmp_path, monkeypatch):
     nothing = {"commit": None, "dirty": None}
     assert git_commit(tmp_path) == git_commit(tmp_path / "missing") == nothing
     git(tmp_path, "init")
@@ -377,7 +361,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_absent_ranks(case: str, tmp_path: Path) -> None:
+def test_absent_ranks(case, tmp_path):
     positions, absent = CASES[case]
     folder = tmp_path / "flight_recorder"
     folder.mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from scheduler import Scheduler, missing_programs
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Scheduler]:
+def slurm():
     """A real SLURM of four virtual nodes."""
     missing = missing_programs()
     # Elsewhere these tests are skipped without SLURM; CI must have it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,6 @@ from commands import (
     until_done,
 )
 from plugins import install
-from scheduler import Scheduler
 
 from harness.data.corpus import open_shards
 from harness.metrics.jsonl import read_rows
@@ -35,11 +34,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def commands(slurm: Scheduler, tmp_path: Path, moved: Future[Path]) -> Commands:
+def commands(slurm, tmp_path, moved):
     return Commands(slurm, tmp_path)
 
 
-def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands: Commands) -> None:
+def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands):
     layout = ("name=pair", "parallelism=fsdp_tp", *ON_SLURM)
     said = commands.train(*layout, "cluster.wait=true")
     run = commands.only_run("pair")
@@ -59,9 +58,7 @@ HALF = Decay(lambda progress: float(progress < 0.5))
 """
 
 
-def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(
-    slurm: Scheduler, tmp_path: Path
-) -> None:
+def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(slurm, tmp_path):
     checkout, packages = tmp_path / "checkout", tmp_path / "packages"
     for name in ("harness", "conf", "experiments", "sweeps"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True)
@@ -85,7 +82,7 @@ def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(
     assert rates == [rates[0]] * 3 + [0.0] * 3 and rates[0] > 0
 
 
-def test_an_array_writes_the_corpus_of_one_process(slurm: Scheduler, tmp_path: Path) -> None:
+def test_an_array_writes_the_corpus_of_one_process(slurm, tmp_path):
     lines = (json.dumps({"text": f"document {number} " * (number % 7)}) for number in range(400))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     typed = (
@@ -163,14 +160,14 @@ def move_a_job(commands: Commands) -> Path:
 
 
 @pytest.fixture(scope="session")
-def moved(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
+def moved(slurm, tmp_path_factory):
     """Run that job in the background of the other tests: it mostly waits."""
     commands = Commands(slurm, tmp_path_factory.mktemp("moved"))
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(move_a_job, commands)
 
 
-def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None:
+def test_a_job_that_is_cancelled_and_submitted_again(commands):
     layout = ("name=ended", "training.steps=100000", "metrics.log_interval=10", *ON_SLURM)
     commands.train(*layout)
     run = commands.only_run("ended")
@@ -195,7 +192,7 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
 
 
 @pytest.mark.last
-def test_a_requeued_job_ends_as_if_left_alone(commands: Commands, moved: Future[Path]) -> None:
+def test_a_requeued_job_ends_as_if_left_alone(commands, moved):
     run = moved.result()
     alone = Commands(commands.slurm, run.parents[1]).only_run("left_alone")
     assert restarts_of(run) >= 3

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ STEPS = 200
 
 
 @pytest.fixture(scope="session")
-def run(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(slurm, tmp_path_factory):
     """A job of two nodes, after its first checkpoint."""
     slurm.wait_for_up()
     run = Commands(slurm, tmp_path_factory.mktemp("nodes")).job(
@@ -43,7 +42,7 @@ def run(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def survivor(slurm: Scheduler, run: Path) -> Iterator[Future[None]]:
+def survivor(slurm, run):
     """Take the job's nodes away in the background of other tests, as this mostly waits."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(take_nodes_away, slurm, run)
@@ -82,9 +81,7 @@ def take_nodes_away(slurm: Scheduler, run: Path) -> None:
     until_done(run)
 
 
-def test_a_requeue_leaves_out_an_unfit_node(
-    slurm: Scheduler, survivor: Future[None], tmp_path: Path
-) -> None:
+def test_a_requeue_leaves_out_an_unfit_node(slurm, survivor, tmp_path):
     commands = Commands(slurm, tmp_path / "100%j")  # which is no pattern of SLURM's
     commands.home.mkdir()
     printed = commands.train(
@@ -106,7 +103,7 @@ def test_a_requeue_leaves_out_an_unfit_node(
 
 
 @pytest.mark.last
-def test_a_job_outlives_two_nodes(run: Path, survivor: Future[None]) -> None:
+def test_a_job_outlives_two_nodes(run, survivor):
     survivor.result()
     row = read(run / "result.json")
     assert row["step"] == STEPS and row["exit_code"] == 0
@@ -115,9 +112,7 @@ def test_a_job_outlives_two_nodes(run: Path, survivor: Future[None]) -> None:
 
 
 @pytest.mark.last
-def test_the_doctor_looks_at_a_node(
-    slurm: Scheduler, survivor: Future[None], tmp_path: Path
-) -> None:
+def test_the_doctor_looks_at_a_node(slurm, survivor, tmp_path):
     survivor.result()  # the nodes that it took away are back
     node = [*ON_SLURM, "cluster.ranks_per_node=1", "cluster.setup=[echo loaded]"]
     said = Commands(slurm, tmp_path).run("doctor", *node)

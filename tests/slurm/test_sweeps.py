@@ -14,7 +14,6 @@ from commands import ON_SLURM, TINY, Commands, logs_of, misbehaving, read, until
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
-from scheduler import Scheduler
 
 # 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
 AXES = (
@@ -27,7 +26,7 @@ RAISES, STARVES, KILLED = (
 
 
 @pytest.fixture(scope="module")
-def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+def commands(slurm, tmp_path_factory):
     slurm.wait_for_up()
     return Commands(slurm, tmp_path_factory.mktemp("sweep"))
 
@@ -71,7 +70,7 @@ def start_and_kill(commands: Commands, arguments: tuple[str, ...]) -> str:
     return shown
 
 
-def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
+def test_a_sweep_names_its_failures_and_is_resumed(commands):
     home = commands.home / "layouts"
     arguments = (
         *("-m", *TINY, f"runs_dir={commands.home}", "name=layouts", *AXES, *ON_SLURM[:-1]),
@@ -127,7 +126,7 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
     assert "8 points, 0 to run" in commands.run("sweep", "resume", str(home))
 
 
-def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
+def test_a_sweep_that_is_cancelled(commands):
     home = str(commands.home / "held")
     sweep = (
         "-m",
@@ -144,7 +143,7 @@ def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
     until(lambda: "\n3 cancelled" in commands.run("sweep", "status", home), "the jobs to be gone")
 
 
-def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> None:
+def test_batches_are_arrays_whose_values_are_waited_for(commands):
     """Three points at once: jobs of one and of two nodes, and one that is not valid."""
     # With this seed the three trials are of 2, 1 and 3 ranks.
     sweeper = ("sweep=optuna", "sweep.sampler=random", "sweep.seed=1")

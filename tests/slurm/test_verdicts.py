@@ -7,7 +7,6 @@ import signal
 
 import pytest
 from commands import ON_SLURM, SLOW, Commands, job_of, logs_of, read, restarts_of, step_of, until
-from scheduler import Scheduler
 
 from harness.util.errors import EXIT_MACHINE, EXIT_RESUMABLE
 
@@ -25,7 +24,7 @@ VERDICTS = {
 
 
 @pytest.fixture(scope="module")
-def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+def commands(slurm, tmp_path_factory):
     """Submits jobs of two ranks whose rank 1 misbehaves."""
     slurm.wait_for_up()
     commands = Commands(slurm, tmp_path_factory.mktemp("verdicts"))
@@ -40,7 +39,7 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
     return commands
 
 
-def test_a_job_whose_controller_died_is_found_and_requeued_once(commands: Commands) -> None:
+def test_a_job_whose_controller_died_is_found_and_requeued_once(commands):
     """The controller is killed after sbatch has answered, before it has written the id."""
     sbatch = commands.home / "bin" / "sbatch"
     sbatch.parent.mkdir()
@@ -83,9 +82,7 @@ def test_a_job_whose_controller_died_is_found_and_requeued_once(commands: Comman
 
 
 @pytest.mark.parametrize("pair", VERDICTS)
-def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(
-    commands: Commands, pair: str
-) -> None:
+def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(commands, pair):
     run = commands.only_run(pair)
     kind, rank, name, message = VERDICTS[pair]
 

@@ -12,7 +12,6 @@ from harness.checkpoint.optimizer_state import optimizer_state
 from harness.checkpoint.state import model_state
 from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX, Batch
-from harness.launch.pool import RankPool
 from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.clip import clip_gradients, copy_async, local_squares, squares_of
@@ -72,7 +71,7 @@ def measured(job: Job) -> tuple[list[float], tuple[int, int], float | None, int]
         *(f"pp parallelism.pp_schedule={name}" for name in ("Interleaved1F1B", "ZBVZeroBubble")),
     ],
 )
-def test_tokens_and_losses_are_counted_once(pool: RankPool, layout: str) -> None:
+def test_tokens_and_losses_are_counted_once(pool, layout):
     """In training and in validation, which leaves training alone."""
     job = job_of(*f"parallelism={layout}".split())
     [(expected, _, alone, _)] = pool.run(1, measured, job_of())
@@ -87,7 +86,7 @@ def test_tokens_and_losses_are_counted_once(pool: RankPool, layout: str) -> None
     assert sum(loss * own for loss, own in local) / 46 == pytest.approx(expected[0], rel=1e-5)
 
 
-def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient(pool: RankPool) -> None:
+def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient(pool):
     [outcome] = pool.run(1, outcome_of, job_of(), [0, 0, 0, 0])
     assert (outcome.loss, outcome.grad_norm, outcome.valid_tokens) == (0.0, 0.0, 0)
     assert outcome.local_loss is None
@@ -100,7 +99,7 @@ def stop_requested_on(job: Job, rank: int) -> bool:
     return engine.gradients(batch, stop_requested=dist.get_rank() == rank).stop_requested
 
 
-def test_one_rank_asked_to_stop_stops_all(pool: RankPool) -> None:
+def test_one_rank_asked_to_stop_stops_all(pool):
     assert pool.run(4, stop_requested_on, job_of("parallelism=fsdp_pp"), 3) == [True] * 4
 
 
@@ -114,9 +113,7 @@ def finite_after_spoiling(job: Job, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["parallelism=fsdp", "parallelism=pp"])
-def test_a_number_that_is_not_finite_on_one_rank_is_seen_by_all(
-    pool: RankPool, layout: str
-) -> None:
+def test_a_number_that_is_not_finite_on_one_rank_is_seen_by_all(pool, layout):
     job = job_of(layout)
     assert pool.run(job.world_size, finite_after_spoiling, job, -1) == [True] * job.world_size
     assert (
@@ -139,7 +136,7 @@ def changed_by_an_update(job: Job, spoilt: bool) -> tuple[set[str], int]:
         original = engine.executor.forward_backward
         engine.executor.forward_backward = lambda *args, **options: (
             original(*args, **options) * float("inf")
-        )  # type: ignore[method-assign]
+        )
     outcome = engine.gradients(batch_of(engine, [32] * 4))
     assert outcome.is_finite is not spoilt
     engine.update(outcome.norm)
@@ -160,9 +157,7 @@ BIASES = {f"layers.{layer}.moe.balance_bias" for layer in (1, 2, 3)}
         (["parallelism=ep", "model=deepseek_v3_debug"], WEIGHTS | BIASES),
     ],
 )
-def test_an_update_that_is_not_finite_changes_only_the_rate(
-    pool: RankPool, overrides: list[str], moved: set[str]
-) -> None:
+def test_an_update_that_is_not_finite_changes_only_the_rate(pool, overrides, moved):
     """Here only the loss is infinite; the gradients are finite."""
     job = job_of(*overrides)
     for changed, steps in pool.run(job.world_size, changed_by_an_update, job, True):
@@ -188,9 +183,7 @@ NORM_CASES = [
 
 
 @pytest.mark.parametrize(("overrides", "device", "skips", "asks"), NORM_CASES)
-def test_when_the_host_needs_the_norm(
-    overrides: list[str], device: str, skips: bool, asks: bool
-) -> None:
+def test_when_the_host_needs_the_norm(overrides, device, skips, asks):
     engine = object.__new__(Engine)
     engine.job = job_of(*overrides)
     engine.device = torch.device(device)
@@ -202,9 +195,7 @@ def test_when_the_host_needs_the_norm(
     assert (engine.skips_on_device, engine.asks_for_norm) == (skips, asks)
 
 
-def test_squares_of_offloaded_parameters_are_copied_without_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_squares_of_offloaded_parameters_are_copied_without_waiting(monkeypatch):
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     with waits() as found:
@@ -224,7 +215,7 @@ def clipped_norm(job: Job, max_norm: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("layout", ["parallelism=single", "parallelism=tp_pp"])
-def test_clipping_is_by_the_global_norm(pool: RankPool, layout: str) -> None:
+def test_clipping_is_by_the_global_norm(pool, layout):
     job = job_of(layout)
     for before, after in pool.run(job.world_size, clipped_norm, job, 0.05):
         assert before > 0.1
@@ -233,7 +224,7 @@ def test_clipping_is_by_the_global_norm(pool: RankPool, layout: str) -> None:
         assert after == before
 
 
-def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
+def test_square_sum_is_accurate_where_float32_norms_are_not():
     for size in (1, 4095, 4096, 4097, 4_000_000):
         values = torch.randn(size, generator=torch.Generator().manual_seed(size))
         for each, rel in ((values, 1e-6), (values.bfloat16(), 1e-5)):
@@ -242,7 +233,7 @@ def test_square_sum_is_accurate_where_float32_norms_are_not() -> None:
             )
 
 
-def test_resharding_default_depends_on_the_pipeline() -> None:
+def test_resharding_default_depends_on_the_pipeline():
     for layout, reshards in (
         ("fsdp", True),
         ("fsdp_pp", False),
@@ -277,7 +268,7 @@ def updated(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor],
     return {name: weight.detach() for name, weight in engine.named_parameters()}, copies, norms
 
 
-def test_updates_are_those_of_torch_with_an_active_limit(pool: RankPool) -> None:
+def test_updates_are_those_of_torch_with_an_active_limit(pool):
     """What the engine hands to the clip and the optimizer: with a large eps Adam cancels no wrong factor."""
     job = job_of(
         "training.max_norm=0.45",

@@ -11,7 +11,6 @@ from jobs import tiny
 from torch import Tensor
 
 from harness.data.batch import Batch
-from harness.launch.pool import RankPool
 from harness.train import graphed
 from harness.train.engine import Engine
 from harness.train.graphed import GraphedEngine
@@ -69,12 +68,12 @@ def losses_of_both() -> tuple[list[float], list[float], list[bool], list[bool]]:
     assert all(group["capturable"] for group in engine.optimizer.param_groups)
     assert all(isinstance(group["lr"], float) for group in engine.optimizer.param_groups)
     freed = [parameter.grad is None for parameter in engine.parameters]
-    engine.graphed_passes.graph = object()  # type: ignore[assignment]
+    engine.graphed_passes.graph = object()
     losses_of(engine)
     return plain, captured, freed, [parameter.grad is None for parameter in engine.parameters]
 
 
-def test_captured_steps_compute_what_others_compute(pool: RankPool) -> None:
+def test_captured_steps_compute_what_others_compute(pool):
     """Numbers that become tensors, such as rates, are rounded to float32."""
     [(plain, captured, freed, kept)] = pool.run(1, losses_of_both)
     assert captured == pytest.approx(plain, rel=1e-5)

@@ -17,7 +17,6 @@ from processes import until
 
 from harness.config.job import Job
 from harness.config.training import OBSERVERS
-from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
@@ -40,7 +39,7 @@ ALL = (
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> list[str]:
+def documents(tmp_path):
     """Overrides with documents, because evaluation needs some."""
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(
@@ -59,10 +58,10 @@ def numbers(job: Job, folder: str, watched: bool) -> tuple[list[tuple[float, flo
     passes, found = engine.gradients, []
 
     def gradients(batch: object, **others: object) -> object:
-        found.append(passes(batch, **others))  # type: ignore[arg-type]
+        found.append(passes(batch, **others))
         return found[-1]
 
-    engine.gradients = gradients  # type: ignore
+    engine.gradients = gradients
     observers = None if watched else []
     trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic(), observers)
     assert trainer.train() == "completed"
@@ -72,9 +71,7 @@ def numbers(job: Job, folder: str, watched: bool) -> tuple[list[tuple[float, flo
 @pytest.mark.parametrize(
     "layout", [(), ("parallelism=fsdp", "parallelism.dp_shard=2")], ids=["one", "fsdp"]
 )
-def test_a_run_has_the_same_numbers_without_observers(
-    layout: Sequence[str], documents: list[str], tmp_path: Path, pool: RankPool
-) -> None:
+def test_a_run_has_the_same_numbers_without_observers(layout, documents, tmp_path, pool):
     job = jobs.tiny(*SMALL, *documents, *ALL, *layout, f"runs_dir={tmp_path}/runs")
     watched = pool.run(job.world_size, numbers, job, str(tmp_path / "with"), True)
     alone = pool.run(job.world_size, numbers, job, str(tmp_path / "without"), False)
@@ -111,9 +108,7 @@ class Sums(Observer):
         self.calls.append(("close", str(error)))
 
 
-def test_an_observer_is_called_and_adds_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_observer_is_called_and_adds_columns(tmp_path, monkeypatch):
     for table in (OBSERVERS._builtins, OBSERVERS._loaded):
         monkeypatch.setitem(table, "sums", Sums)
     overrides = ("training.steps=2", "metrics.all_ranks=true", "checkpoint=disabled")
@@ -132,7 +127,7 @@ def test_an_observer_is_called_and_adds_columns(
     assert json.loads((folder.path / "job.json").read_text())["training"]["observers"] == ["sums"]
 
 
-def test_all_are_closed_in_reverse_after_an_error(tmp_path: Path) -> None:
+def test_all_are_closed_in_reverse_after_an_error(tmp_path):
     closed = []
 
     class Recording(Observer):
@@ -163,7 +158,7 @@ def test_all_are_closed_in_reverse_after_an_error(tmp_path: Path) -> None:
     assert closed == list(errors.items())
 
 
-def test_rows_of_a_rank_are_its_own_and_continue(tmp_path: Path) -> None:
+def test_rows_of_a_rank_are_its_own_and_continue(tmp_path):
     overrides = ("training.steps=4", "checkpoint.interval=2")
     bare = jobs.train(tmp_path / "bare", *overrides)
     assert not {"metrics", "phases", "profile"} & {path.name for path in bare.folder.path.iterdir()}
@@ -179,8 +174,8 @@ def test_rows_of_a_rank_are_its_own_and_continue(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("seconds", "late"), [(550.0, False), (601.0, True)])
 def test_a_rank_that_was_stopped_says_that_its_position_is_late(
-    seconds: float, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    seconds, late, tmp_path, monkeypatch
+):
     """By the monotonic clock of its own node: nodes may differ in their time of day."""
     run = mock.Mock(folder=tmp_path, limit_seconds=lambda _: 600)
     run.ranks.rank = 1

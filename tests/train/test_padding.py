@@ -14,7 +14,6 @@ from layouts import layout, reference, require_parity
 
 from harness.data.batch import IGNORE_INDEX, PADDING, Batch
 from harness.data.tokenizer import build_tokenizer
-from harness.launch.pool import RankPool
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group
@@ -63,7 +62,7 @@ def stepped(rows: int, length: int, *overrides: str) -> tuple[float, int, dict[s
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_is_that_of_its_conversations_without_padding(name: str) -> None:
+def test_a_step_is_that_of_its_conversations_without_padding(name):
     loss, tokens, expected = stepped(1, sum(LENGTHS), *MODELS[name])
     padded_loss, padded_tokens, found = stepped(2, sum(LENGTHS) + 30, *MODELS[name])
     assert padded_loss == pytest.approx(loss, rel=1e-6)
@@ -74,7 +73,7 @@ def test_a_step_is_that_of_its_conversations_without_padding(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def conversations(tmp_path_factory):
     file = tmp_path_factory.mktemp("padding") / "c.jsonl"
     generator, lines = random.Random(0), []
     for _ in range(40):
@@ -96,7 +95,7 @@ def chat(file: Path) -> list[str]:
     "name",
     ["ep", "tp_ep", "fsdp_tp_ep_experts", "cp_ep", "fsdp_ep_pp", "fsdp_ep_compiled_recompute_op"],
 )
-def test_layouts_agree_on_conversations(pool: RankPool, conversations: Path, name: str) -> None:
+def test_layouts_agree_on_conversations(pool, conversations, name):
     """Ranks have different numbers of tokens, of rows and of parts of a sequence."""
     model = ["model=deepseek_v3_debug", "model.moe.aux_loss_coeff=1"]
     job = layout(name, *chat(conversations), *model)
@@ -104,7 +103,7 @@ def test_layouts_agree_on_conversations(pool: RankPool, conversations: Path, nam
     assert len(set(reference(pool, job).valid_tokens)) > 1
 
 
-def test_rows_and_throughput_count_no_padding(tmp_path: Path, conversations: Path) -> None:
+def test_rows_and_throughput_count_no_padding(tmp_path, conversations):
     sizes = ("training.seq_len=64", "training.global_batch_size=4", "training.steps=5")
     done = train(tmp_path, "model=mixtral_debug", *sizes, *chat(conversations))
     loader = loader_of(done.job, build_tokenizer(done.job.tokenizer), range(4))

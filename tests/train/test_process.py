@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ OLDER = {
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def environment(monkeypatch):
     """An environment without any of these variables."""
     kept = {
         name: value
@@ -57,7 +56,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("theirs", ["", *OURS])
-def test_what_is_set_unless_the_user_has(environment: dict[str, str], theirs: str) -> None:
+def test_what_is_set_unless_the_user_has(environment, theirs):
     before = dict(environment)
     if theirs:
         environment[theirs] = "theirs"
@@ -67,7 +66,7 @@ def test_what_is_set_unless_the_user_has(environment: dict[str, str], theirs: st
 
 
 @pytest.mark.parametrize("name", OLDER)
-def test_the_users_value_wins_under_an_older_name(environment: dict[str, str], name: str) -> None:
+def test_the_users_value_wins_under_an_older_name(environment, name):
     environment[OLDER[name]] = "theirs"
     process.set_environment(tiny(), Path("/runs/x"))
     assert name not in environment
@@ -75,7 +74,7 @@ def test_the_users_value_wins_under_an_older_name(environment: dict[str, str], n
         assert f"{OLDER[name]}=theirs" in process.describe(tiny(), "cuda")
 
 
-def test_the_recorder_can_be_switched_off(environment: dict[str, str]) -> None:
+def test_the_recorder_can_be_switched_off(environment):
     process.set_environment(tiny("debug.flight_recorder=0"), Path("/runs/x"))
     assert (environment["TORCH_FR_BUFFER_SIZE"], environment["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == (
         "0",
@@ -83,7 +82,7 @@ def test_the_recorder_can_be_switched_off(environment: dict[str, str]) -> None:
     )
 
 
-def test_changed_settings_are_shown_in_one_line(environment: dict[str, str]) -> None:
+def test_changed_settings_are_shown_in_one_line(environment):
     process.set_environment(tiny(), Path("/runs/x"))
     assert process.describe(tiny(), "cpu") == process.describe(tiny("precision=bf16"), "cuda") == ""
     assert process.describe(tiny(), "cuda").startswith(
@@ -111,7 +110,7 @@ print(done, faults(), faults())
 @pytest.mark.parametrize(
     "theirs", [{}, {"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}]
 )
-def test_freed_memory_is_kept(environment: dict[str, str], theirs: dict[str, str]) -> None:
+def test_freed_memory_is_kept(environment, theirs):
     plain = {
         name: value
         for name, value in environment.items()
@@ -126,7 +125,7 @@ def test_freed_memory_is_kept(environment: dict[str, str], theirs: dict[str, str
     assert int(second) < int(first) / 100 if done == "True" else int(second) > int(first) / 2
 
 
-def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
+def test_matmul_precision_is_the_jobs(environment):
     try:
         set_up_process(tiny("training.matmul_precision=high"))
         assert (
@@ -141,14 +140,14 @@ def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
     assert tiny().numerics_id != tiny("training.matmul_precision=high").numerics_id
 
 
-def test_a_missing_interface_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interface_is_one_line(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
     message = r"^GLOO_SOCKET_IFNAME=lo,nope0: .* has no network interface nope0; would work: .*lo"
     with pytest.raises(UserError, match=message), process_group(tiny(), torch.device("cpu")):
         pass
 
 
-def test_launcher_variables_are_ignored_without_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_are_ignored_without_a_rank(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.setenv(name, "x")
@@ -156,7 +155,7 @@ def test_launcher_variables_are_ignored_without_a_rank(monkeypatch: pytest.Monke
         assert local_rank() == 0
 
 
-def test_communicators_of_gpus_are_made_with_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_of_gpus_are_made_with_the_mesh(monkeypatch):
     """With a device given, torch splits the communicators of all axes off the first one. Otherwise each is
     made at its first use: those of a pipeline in the middle of a step, one for every two ranks."""
     calls: list[dict[str, object]] = []
@@ -176,7 +175,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers():
     """Handle signals as a foreground process does: a shell may have started the tests with some ignored."""
     before = {
         number: signal.signal(number, signal.default_int_handler) for number in process.STOP_SIGNALS
@@ -187,7 +186,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def apart(monkeypatch):
     """No two signals are of one key press."""
     monkeypatch.setattr(process, "SAME_KEY_PRESS_SECONDS", 0.0)
 
@@ -209,7 +208,7 @@ def send(*numbers: int) -> None:
         ([INT, INT], True),
     ],
 )
-def test_a_request_notes_the_first_signal(sent: list[int], insists: bool) -> None:
+def test_a_request_notes_the_first_signal(sent, insists):
     with StopRequest(raises=False) as request:
         assert request.signal is None
         send(*sent)
@@ -219,21 +218,21 @@ def test_a_request_notes_the_first_signal(sent: list[int], insists: bool) -> Non
     }
 
 
-def test_one_key_press_that_arrives_twice_is_one() -> None:
+def test_one_key_press_that_arrives_twice_is_one():
     with StopRequest(raises=False) as request:
         send(INT, INT)
         assert not request.insists
 
 
 @pytest.mark.usefixtures("apart")
-def test_what_raises() -> None:
+def test_what_raises():
     with StopRequest(), pytest.raises(KeyboardInterrupt):
         send(INT, INT)
     with stop_signals_interrupt(), pytest.raises(KeyboardInterrupt):
         send(TERM)  # before the loop begins
 
 
-def test_a_pipe_of_stderr_may_be_closed() -> None:
+def test_a_pipe_of_stderr_may_be_closed():
     reader, writer = os.pipe()
     os.close(reader)
     stderr = os.dup(2)
@@ -248,7 +247,7 @@ def test_a_pipe_of_stderr_may_be_closed() -> None:
         os.close(writer)
 
 
-def test_ignored_signals_stay_ignored() -> None:
+def test_ignored_signals_stay_ignored():
     signal.signal(HUP, signal.SIG_IGN)
     with StopRequest() as request:
         send(HUP)
@@ -258,7 +257,7 @@ def test_ignored_signals_stay_ignored() -> None:
     assert signal.getsignal(TERM) == signal.SIG_IGN
 
 
-def test_outside_of_the_main_thread_nothing_is_touched() -> None:
+def test_outside_of_the_main_thread_nothing_is_touched():
     def enter() -> int | None:
         with StopRequest() as request:
             return request.signal
@@ -267,9 +266,7 @@ def test_outside_of_the_main_thread_nothing_is_touched() -> None:
         assert threads.submit(enter).result() is None
 
 
-def test_a_row_that_is_being_written_is_not_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_is_being_written_is_not_interrupted(tmp_path, monkeypatch):
     """For completed and failed runs, whether a rank or its controller writes."""
     seen = []
 
@@ -300,7 +297,7 @@ def test_a_row_that_is_being_written_is_not_interrupted(
     assert seen == ["completed"] * 2 + ["failed"] * 2
 
 
-def test_garbage_that_outlives_a_collection_is_freed() -> None:
+def test_garbage_that_outlives_a_collection_is_freed():
     class Cycle:
         def __init__(self) -> None:
             self.itself = self

@@ -22,7 +22,6 @@ from harness.data.cache import cache_folder
 from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
-from harness.launch.pool import RankPool
 from harness.run.folder import RunFolder
 from harness.train import rank
 from harness.train.finish import finish_run
@@ -32,12 +31,12 @@ from harness.util.store import only_builder
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
+def job():
     return tiny()
 
 
 @pytest.fixture
-def folder(tmp_path: Path, job: Job) -> RunFolder:
+def folder(tmp_path, job):
     made = RunFolder(tmp_path / "run")
     begin(made, job, [])
     return made
@@ -52,9 +51,7 @@ def folder(tmp_path: Path, job: Job) -> RunFolder:
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "interrupted"),
     ],
 )
-def test_errors_while_ending_do_not_hide_the_cause(
-    folder: RunFolder, job: Job, error: BaseException, code: int, reason: str
-) -> None:
+def test_errors_while_ending_do_not_hide_the_cause(folder, job, error, code, reason):
     """The results of the trainer cannot be read, and the service of the recorder is gone."""
     trainer, recorder = Mock(progress=Mock(step=5)), Mock()
     trainer.result.side_effect = ArithmeticError("no result either")
@@ -71,7 +68,7 @@ def test_errors_while_ending_do_not_hide_the_cause(
         assert (folder.row["error.message"], folder.row["error.step"]) == (str(error), 5)
 
 
-def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_path: Path) -> None:
+def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_path):
     child = (
         "import os, subprocess, sys, time; from harness.util.lifeline import end_with_parent;"
         "worker = subprocess.Popen(['sleep', '600']); end_with_parent(int(sys.argv[1]),"
@@ -105,7 +102,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("arguments", [(), ("somewhere",)])
-def test_starting_a_rank_by_hand_is_a_one_line_error(arguments: tuple[str, ...]) -> None:
+def test_starting_a_rank_by_hand_is_a_one_line_error(arguments):
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")
     }
@@ -116,9 +113,7 @@ def test_starting_a_rank_by_hand_is_a_one_line_error(arguments: tuple[str, ...])
 
 
 @pytest.mark.parametrize("started_by", ["controller", "srun"])
-def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(
-    folder: RunFolder, job: Job, started_by: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(folder, job, started_by, capsys):
     (folder.path / "job.json").write_text('{"name": 1}')
     place = {"HARNESS_CONTROLLER": str(os.getpid()), "RANK": "1"}
     variables = place if started_by == "controller" else {"SLURM_PROCID": "1"}
@@ -153,7 +148,7 @@ def wait_twice() -> list[tuple[float, float]]:
     return times
 
 
-def test_ranks_wait_for_a_builder_longer_than_for_a_collective(pool: RankPool) -> None:
+def test_ranks_wait_for_a_builder_longer_than_for_a_collective(pool):
     """The second wait is not mistaken for the first."""
     ranks = pool.run(3, wait_twice)
     for wait in range(2):
@@ -168,7 +163,7 @@ def load_while_another_builds(job: Job) -> float:
     return time.monotonic()
 
 
-def test_ranks_wait_for_the_builder_of_another_node(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_wait_for_the_builder_of_another_node(pool, tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 1000)
     files = (f"data.paths=[{tmp_path}/*.txt]", f"data.cache_dir={tmp_path}/cache")
     job = tiny("model.vocab_size=512", "data=local_text", *files, "data.validation_fraction=0")

@@ -17,7 +17,6 @@ from harness.checkpoint.catalog import CheckpointFolder
 from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX, Batch
 from harness.data.tokenizer import build_tokenizer
-from harness.launch.pool import RankPool
 from harness.parallelism.loss import TokenLoss
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
@@ -64,7 +63,7 @@ def shared_loss(found: dict[str, Any]) -> float:
     "layout",
     ["parallelism=tp_pp training.local_batch_size=4", "parallelism=fsdp_cp training.loss_chunks=3"],
 )
-def test_losses_of_sources_are_exact(pool: RankPool, layout: str) -> None:
+def test_losses_of_sources_are_exact(pool, layout):
     job = job_of(*layout.split())
     batch = loader_of(job, build_tokenizer(job.tokenizer), range(job.global_batch_size)).next()
     losses, valid = plain_losses(job, batch), batch.labels_BT != IGNORE_INDEX
@@ -96,12 +95,12 @@ def test_losses_of_sources_are_exact(pool: RankPool, layout: str) -> None:
 
 
 @pytest.mark.parametrize("options", ["training.local_batch_size=2", "training.loss_chunks=3"])
-def test_multi_token_prediction_is_not_part_of_a_source(pool: RankPool, options: str) -> None:
+def test_multi_token_prediction_is_not_part_of_a_source(pool, options):
     [found] = pool.run(1, losses_of, job_of("model.mtp.depth=1", options))
     assert shared_loss(found) == pytest.approx(found["total"][0], rel=1e-6)
 
 
-def test_the_host_does_not_wait_for_losses_of_sources() -> None:
+def test_the_host_does_not_wait_for_losses_of_sources():
     job = job_of()
     loss = TokenLoss(16, None)
     sources = SourceLosses(job, loss)
@@ -122,7 +121,7 @@ def train(tmp_path: Path, *overrides: str) -> jobs.Run:
     return jobs.train(tmp_path, *SMALL, *MIXTURE, "training.steps=6", *overrides)
 
 
-def test_rows_have_the_metrics_of_sources(tmp_path: Path) -> None:
+def test_rows_have_the_metrics_of_sources(tmp_path):
     files = "['{stdlib}/json/*.py']"
     most = f"data.sources.most={{kind: local, paths: {files}, validation_paths: {files}}}"
     options = (f"data.cache_dir={tmp_path / 'cache'}", "model.vocab_size=258")
@@ -165,7 +164,7 @@ STREAM = (
 
 
 @pytest.mark.parametrize("stopped", [1, 3], ids=["a stream", "weights that change"])
-def test_a_resumed_run_sees_the_same_samples(tmp_path: Path, stopped: int) -> None:
+def test_a_resumed_run_sees_the_same_samples(tmp_path, stopped):
     """A row of the global batch that has not left the first document of a stream has no state of the library
     yet. The tokens of sources count from step 1."""
     own: tuple[str, ...] = (*SMALL, *MIXTURE, "training.steps=6")
@@ -194,7 +193,7 @@ def test_a_resumed_run_sees_the_same_samples(tmp_path: Path, stopped: int) -> No
 
 
 @pytest.fixture(scope="module")
-def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three_steps(tmp_path_factory):
     """Checkpoints of three steps."""
     folder = tmp_path_factory.mktemp("three_steps")
     train(folder, f"checkpoint.folder={folder / 'shared'}", "training.steps=3")
@@ -227,8 +226,8 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_changed_mixture_is_refused_unless_allowed_by_name(
-    tmp_path: Path, three_steps: Path, changed: list[str], words: str, names: str
-) -> None:
+    tmp_path, three_steps, changed, words, names
+):
     shutil.copytree(three_steps, tmp_path / "shared")
     own = (f"checkpoint.folder={tmp_path / 'shared'}", *changed)
     allowed = "training.steps" if "late=1" not in own[-1] else "training.steps,data.weights.late"
@@ -244,7 +243,7 @@ def test_a_changed_mixture_is_refused_unless_allowed_by_name(
     assert all(counts[name] >= count for name, count in before["mixture"]["counts"].items())
 
 
-def test_the_log_has_the_packing_of_conversations_in_a_mixture(tmp_path: Path) -> None:
+def test_the_log_has_the_packing_of_conversations_in_a_mixture(tmp_path):
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     talk = f"data.sources={{talk: {{kind: chat, paths: ['{tmp_path}/c.jsonl'], chat_template: plain}}}}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jobs
 import pytest
 import torch
@@ -49,7 +47,7 @@ def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_step_is_that_of_a_job_of_its_sizes(model: str) -> None:
+def test_a_step_is_that_of_a_job_of_its_sizes(model):
     options = [*MODELS[model], "model.moe.balance_coeff=0"]
     job = tiny(*FULL, *SCHEDULE, *options)
     with process_group(job, CPU):
@@ -64,7 +62,7 @@ def test_a_step_is_that_of_a_job_of_its_sizes(model: str) -> None:
             assert_equal(tensors, expected)
 
 
-def test_rows_count_the_tokens_of_their_steps(tmp_path: Path) -> None:
+def test_rows_count_the_tokens_of_their_steps(tmp_path):
     options = (
         *FULL,
         *SCHEDULE,
@@ -87,7 +85,7 @@ def test_rows_count_the_tokens_of_their_steps(tmp_path: Path) -> None:
     assert result["flops_per_token_full"] == pytest.approx((128 * flops[0] + 768 * flops[1]) / 896)
 
 
-def test_utilization_counts_attention_at_each_length() -> None:
+def test_utilization_counts_attention_at_each_length():
     model = tiny().model
     efficiency = Efficiency(model, 64, Peak(1e9, "made up"), world_size=2)
     short, full = (account(model, length).flops_per_token_full for length in (16, 64))
@@ -97,7 +95,7 @@ def test_utilization_counts_attention_at_each_length() -> None:
     assert efficiency.row(None, {16: 10})["mfu"] is None
 
 
-def test_a_compiled_run_compiles_once_for_each_length(tmp_path: Path) -> None:
+def test_a_compiled_run_compiles_once_for_each_length(tmp_path):
     compiled = ("compile=on", "compile.backend=aot_eager", "training.steps=5")
     run = jobs.train(tmp_path, *FULL, *SCHEDULE, *compiled)
     assert run.folder.row["recompiles"] == 0

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jobs
@@ -20,7 +19,7 @@ from harness.data.batch import IGNORE_INDEX
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.launch.local import launch
-from harness.launch.pool import RankFailed, RankPool
+from harness.launch.pool import RankFailed
 from harness.metrics.recorder import Recorder
 from harness.model.decoder import Decoder
 from harness.parallelism.loss import TokenLoss
@@ -38,7 +37,7 @@ def run(tmp_path: Path, *overrides: str) -> jobs.Run:
     return jobs.train(tmp_path, *SMALL, *overrides)
 
 
-def test_rows_have_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_their_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(Objective, "rates", lambda _, samples: {"samples_per_second": samples})
     done = run(tmp_path, "training.steps=8")
     rows, job = done.rows, done.job
@@ -60,9 +59,7 @@ def test_rows_have_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(not isinstance(value, dict) for value in result.values())
 
 
-def test_a_clock_that_is_set_back_changes_no_duration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_is_set_back_changes_no_duration(tmp_path, monkeypatch):
     job = jobs.tiny(*SMALL, f"runs_dir={tmp_path}")
     folder, now = RunFolder(job.run_dir), itertools.count(time.time(), -1e7)
     begin(folder, job, [])
@@ -75,12 +72,12 @@ def test_a_clock_that_is_set_back_changes_no_duration(
     )
 
 
-def test_rows_have_the_loss_of_multi_token_prediction(tmp_path: Path) -> None:
+def test_rows_have_the_loss_of_multi_token_prediction(tmp_path):
     done = run(tmp_path, "model.mtp.depth=1", "training.steps=2")
     assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in done.rows)
 
 
-def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> None:
+def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path):
     """Weighted by tokens, the same samples every time, no effect on training."""
     plain = run(tmp_path / "a", "optimizer.lr=0")
     done = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
@@ -100,7 +97,7 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def infinite_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def infinite_at(monkeypatch):
     """Make the losses of the given steps infinite; the count continues in later runs."""
 
     def spoil(*steps: int) -> None:
@@ -115,7 +112,7 @@ def infinite_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch):
     """Values are read one step late."""
     monkeypatch.setitem(LATE_STEPS, "cpu", LATE_STEPS["cuda"])
 
@@ -124,13 +121,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("late", "interval", "rows"), [(0, 1, [1, 2]), (1, 1, [1, 2]), (1, 10, [1])]
 )
 def test_non_finite_stops_and_keeps_the_evidence(
-    tmp_path: Path,
-    infinite_at: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    late: int,
-    interval: int,
-    rows: list[int],
-) -> None:
+    tmp_path, infinite_at, monkeypatch, late, interval, rows
+):
     """Also where values are read when another step has started."""
     monkeypatch.setitem(LATE_STEPS, "cpu", late)
     infinite_at(3)
@@ -153,7 +145,7 @@ def test_non_finite_stops_and_keeps_the_evidence(
     assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
 
 
-def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
+def test_non_finite_can_be_skipped(tmp_path, infinite_at):
     infinite_at(1, 3)
     done = run(tmp_path, "debug.non_finite=skip")
     rows = done.rows
@@ -165,9 +157,7 @@ def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at: Callable[..., No
     assert rows[1]["lr"] == pytest.approx(done.job.optimizer.lr)
 
 
-def test_skipping_in_a_row_ends(
-    tmp_path: Path, infinite_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipping_in_a_row_ends(tmp_path, infinite_at, monkeypatch):
     monkeypatch.setattr("harness.train.non_finite.MOST_SKIPPED", 2)
     infinite_at(2, 3, 4)
     code, folder, _ = run(tmp_path, "debug.non_finite=skip")
@@ -191,8 +181,8 @@ def test_skipping_in_a_row_ends(
     ],
 )
 def test_rows_are_written_when_the_next_step_is_launched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str, expected: str
-) -> None:
+    tmp_path, monkeypatch, overrides, expected
+):
     """Unless their step is timed alone, is followed by a validation, or is the first or last."""
     order = recorded_order(monkeypatch)
     assert run(tmp_path, overrides).code == 0
@@ -204,11 +194,11 @@ def recorded_order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     order: list[str] = []
     gradients, log = Engine.gradients, Recorder.log
 
-    def launch(*args, **options):  # type: ignore[no-untyped-def]
+    def launch(*args, **options):
         order.append("launch")
         return gradients(*args, **options)
 
-    def write(recorder, row):  # type: ignore[no-untyped-def]
+    def write(recorder, row):
         order.append(str(row["step"]) if "loss" in row else "validation")
         log(recorder, row)
 
@@ -236,9 +226,7 @@ TIMES.add("tokens_per_second_per_rank")
         "model=deepseek_v3_debug model.n_layers=2 validation.interval=4",
     ],
 )
-def test_rows_are_the_same_when_they_are_written_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str
-) -> None:
+def test_rows_are_the_same_when_they_are_written_late(tmp_path, monkeypatch, overrides):
     """Sizes, sources and loads of experts are those of the row's step, not of the one after it."""
     found = []
     for late in (0, 1):
@@ -254,12 +242,10 @@ def test_rows_are_the_same_when_they_are_written_late(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_row_is_not_lost_when_the_next_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_not_lost_when_the_next_step_fails(tmp_path, monkeypatch):
     gradients = Engine.gradients
 
-    def fail_in_step_4(engine, batch, **options):  # type: ignore[no-untyped-def]
+    def fail_in_step_4(engine, batch, **options):
         if engine.schedule.last_epoch == 3:
             raise DataError("no more data")
         return gradients(engine, batch, **options)
@@ -273,9 +259,7 @@ def test_a_row_is_not_lost_when_the_next_step_fails(
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
-def test_skipping_is_the_same_on_device_and_host(
-    tmp_path: Path, infinite_at: Callable[..., None], implementation: str
-) -> None:
+def test_skipping_is_the_same_on_device_and_host(tmp_path, infinite_at, implementation):
     """A fused optimizer skips on the device, a step before the host notices; the others on the host."""
     infinite_at(1, 3, 7, 9)
     ends = set()
@@ -288,14 +272,12 @@ def test_skipping_is_the_same_on_device_and_host(
     assert len(ends) == 1
 
 
-def test_rows_and_collections_are_at_fixed_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_collections_are_at_fixed_steps(tmp_path, monkeypatch):
     generations: list[int] = []
     enabled: list[bool] = []
     original = Engine.gradients
 
-    def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
+    def gradients(self, batch, **options):
         enabled.append(gc.isenabled())
         return original(self, batch, **options)
 
@@ -308,7 +290,7 @@ def test_rows_and_collections_are_at_fixed_steps(
     assert gc.isenabled()
 
 
-def test_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
+def test_deterministic_runs_are_bitwise_equal(tmp_path):
     values = []
     try:
         for name in ("a", "b"):
@@ -322,7 +304,7 @@ def test_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
     assert values[0] == values[1]
 
 
-def test_training_learns(tmp_path: Path) -> None:
+def test_training_learns(tmp_path):
     """A repetitive text is learned: the loss falls far below the entropy of its letters."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh " * 4000)
@@ -347,7 +329,7 @@ NAN = (
 
 
 @pytest.fixture(autouse=True)
-def no_anomaly_mode_is_left():  # type: ignore[no-untyped-def]
+def no_anomaly_mode_is_left():
     yield
     torch.autograd.set_detect_anomaly(False)
 
@@ -375,7 +357,7 @@ MESSAGE = "step 1: the output of layers.1.feed_forward.w2 is not finite"
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp", "tp"])
-def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
+def test_a_poisoned_weight_is_named(pool, tmp_path, layout):
     job = jobs.tiny(*NAN, f"parallelism={layout}", "debug=nan")
     errors = pool.run(job.world_size, error_of, job, str(tmp_path), WEIGHT)
     assert all(each.startswith(MESSAGE) for each in errors), errors
@@ -383,7 +365,7 @@ def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str)
         assert errors[0].endswith(f"; neither are the parameters {WEIGHT}")
 
 
-def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
+def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool, tmp_path):
     """The rank that holds the weight reports it; the launcher ends the other one, which waits for it."""
     job = jobs.tiny(*NAN, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan")
     with pytest.raises(RankFailed) as failed:
@@ -395,24 +377,24 @@ class SpoilsGradient(torch.autograd.Function):
     """Identity forward, NaN backward."""
 
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, gradient):
         return gradient * float("nan")
 
 
 @pytest.fixture
-def gradient_spoilt_in_step_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def gradient_spoilt_in_step_three(monkeypatch):
     """The gradient is NaN between the head and the last block."""
     original, calls = Decoder.__init__, [0]
 
-    def spoil(module, inputs):  # type: ignore[no-untyped-def]
+    def spoil(module, inputs):
         calls[0] += 1
         return (SpoilsGradient.apply(inputs[0]),) if calls[0] == 3 else None
 
-    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+    def init(self, *args, **options):
         original(self, *args, **options)
         self.norm.register_forward_pre_hook(spoil)
 
@@ -432,16 +414,14 @@ def gradient_spoilt_in_step_three(monkeypatch: pytest.MonkeyPatch) -> None:
         ("anomaly", "Function 'SpoilsGradientBackward' returned nan values in its"),
     ],
 )
-def test_the_error_names_the_function_or_the_last_finite_gradient(
-    tmp_path: Path, mode: str, message: str
-) -> None:
+def test_the_error_names_the_function_or_the_last_finite_gradient(tmp_path, mode, message):
     code, folder, _ = jobs.train(tmp_path, *NAN, f"debug={mode}", "model.n_layers=2")
     error = folder.errors.first()
     assert code == EXIT_NON_FINITE and error is not None and error["step"] == 2
     assert re.match(f"step 3: {message}", error["message"])
 
 
-def test_a_sound_run_is_the_same_with_and_without(tmp_path: Path) -> None:
+def test_a_sound_run_is_the_same_with_and_without(tmp_path):
     losses = set()
     for mode in ("nan", "anomaly", "default"):
         code, folder, _ = jobs.train(tmp_path / mode, *NAN, f"debug={mode}")
@@ -450,7 +430,7 @@ def test_a_sound_run_is_the_same_with_and_without(tmp_path: Path) -> None:
     assert len(losses) == 1
 
 
-def test_nan_is_a_name_also_as_one_of_several() -> None:
+def test_nan_is_a_name_also_as_one_of_several():
     """Hydra by itself would read a number."""
     points = compose_points([*jobs.TINY, *NAN, "debug=nan,default"])
     assert [point.job.debug.nan for point in points] == [True, False]

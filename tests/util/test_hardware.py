@@ -45,7 +45,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("device_name", KNOWN)
-def test_known_device(device_name: str) -> None:
+def test_known_device(device_name):
     accelerator = find_accelerator(device_name)
     assert accelerator is not None
     assert (accelerator.name, accelerator.peak_flops["bfloat16"], accelerator.memory_gib) == KNOWN[
@@ -54,12 +54,12 @@ def test_known_device(device_name: str) -> None:
 
 
 @pytest.mark.parametrize("device_name", UNKNOWN)
-def test_unknown_device_is_not_guessed(device_name: str) -> None:
+def test_unknown_device_is_not_guessed(device_name):
     assert find_accelerator(device_name) is None
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS.values(), ids=lambda a: a.name)
-def test_peaks_are_consistent(accelerator) -> None:
+def test_peaks_are_consistent(accelerator):
     peaks = accelerator.peak_flops
     # On every device of the table the rate doubles from tf32 to half and from half to float8. A value copied
     # "with sparsity" would break that. The datasheets round by up to 3 %.

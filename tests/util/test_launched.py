@@ -17,7 +17,7 @@ def set_environment(patch: pytest.MonkeyPatch, variables: dict[str, str]) -> Non
         patch.setenv(name, value)
 
 
-def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_counted(monkeypatch):
     set_environment(monkeypatch, COMPLETE)
     assert launched_ranks() == 2
     set_environment(monkeypatch, {"RANK": "0", "WORLD_SIZE": "1"})
@@ -42,7 +42,7 @@ def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("LOCAL_RANK", "x", "LOCAL_RANK=x: must be a whole number"),
     ],
 )
-def test_mistakes(name: str, value: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(name, value, says, monkeypatch):
     set_environment(monkeypatch, COMPLETE if value is None else {**COMPLETE, name: value})
     if value is None:
         monkeypatch.delenv(name)

@@ -28,7 +28,7 @@ def build_in_thread(folder: Path, built: list[str]) -> threading.Thread:
     return thread
 
 
-def test_the_second_takes_over_when_the_first_fails(tmp_path: Path) -> None:
+def test_the_second_takes_over_when_the_first_fails(tmp_path):
     built: list[str] = []
     with pytest.raises(KeyError), only_builder(tmp_path / "work", never) as building:
         assert building is not None
@@ -40,7 +40,7 @@ def test_the_second_takes_over_when_the_first_fails(tmp_path: Path) -> None:
     assert built == ["second"] and not (tmp_path / "work" / HEARTBEAT).exists()
 
 
-def test_a_useless_folder_is_removed(tmp_path: Path) -> None:
+def test_a_useless_folder_is_removed(tmp_path):
     with only_builder(tmp_path / "work", never) as building:
         assert building is not None
         building.is_useless = True
@@ -50,9 +50,7 @@ def test_a_useless_folder_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_a_builder_of_another_node_is_dead_when_its_heart_stops(
-    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_builder_of_another_node_is_dead_when_its_heart_stops(has_locks, tmp_path, monkeypatch):
     """Its lock may not be visible here."""
     if not has_locks:
         monkeypatch.setattr(store, "lock", lambda *_, **__: None)
@@ -69,7 +67,7 @@ def test_a_builder_of_another_node_is_dead_when_its_heart_stops(
     assert built == ["second"]
 
 
-def test_a_builder_of_this_node_is_dead_when_its_lock_is_free(tmp_path: Path) -> None:
+def test_a_builder_of_this_node_is_dead_when_its_lock_is_free(tmp_path):
     (tmp_path / LOCK).touch()
     (tmp_path / HEARTBEAT).write_text(f"{store.node_name()} 1 0")
     with only_builder(tmp_path, never) as building:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 from harness.util.document import Document, Figure, to_html
 from harness.util.tables import Column, Table, aligned, to_csv, to_text
@@ -47,7 +46,7 @@ Of `a` < b.
 """
 
 
-def test_text() -> None:
+def test_text():
     assert to_text(TABLE, "  ").splitlines() == [
         "  run        tokens/s    time  right",
         "  tp=1        1,008.0  250 ms  yes",
@@ -60,7 +59,7 @@ def test_text() -> None:
     assert aligned([{"a": "1", "b": "", "c": "x"}], left=("c",)) == "  a  c\n  1  x\n"
 
 
-def test_csv_has_the_values() -> None:
+def test_csv_has_the_values():
     assert to_csv(TABLE.rows) == (
         "point,rate,time,right,hidden,empty\ntp=1,1008.0,0.25,True,1,\na|b <img>,,2,False,,\n"
     )
@@ -85,7 +84,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_a_document(tmp_path: Path) -> None:
+def test_a_document(tmp_path):
     (tmp_path / "made.png").write_bytes(b"\x89PNG")
     made = Document(
         "made", ["the fastest: `tp=1`"], [TABLE, Figure("made.png", "A picture")], TABLE.rows

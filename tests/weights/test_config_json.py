@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def content_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fields_that_are_not_the_models(dtype: str, tmp_path: Path) -> None:
+def test_fields_that_are_not_the_models(dtype, tmp_path):
     content = content_of(CASES["llama_everything"], dtype)
     (tmp_path / "config.json").write_text(json.dumps(content))
     read = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -58,7 +57,7 @@ def test_fields_that_are_not_the_models(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_out", [["rope_parameters"], ["rope_theta", "rope_scaling"]])
-def test_either_form_of_rotation_is_enough(left_out: list[str]) -> None:
+def test_either_form_of_rotation_is_enough(left_out):
     """A reader that knows only one of the two gets the same rotation from it."""
     if "rope_theta" in left_out and not hasattr(transformers.LlamaConfig(), "rope_parameters"):
         pytest.skip("transformers 4 does not know the new form")
@@ -75,7 +74,7 @@ def test_either_form_of_rotation_is_enough(left_out: list[str]) -> None:
 # -- read ----
 
 
-def test_the_new_form_of_a_released_file_is_read() -> None:
+def test_the_new_form_of_a_released_file_is_read():
     new = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "rope_theta")}
     check_hf_config(
         shipped("llama3_8b"), {**new, "rope_parameters": {**SCALING, "rope_theta": 500000.0}}
@@ -187,7 +186,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ("name", "change", "says"),
     [(name, change, says) for name, rows in REFUSED.items() for change, says in rows],
 )
-def test_a_file_that_differs_is_refused(name: str, change: dict[str, Any], says: str) -> None:
+def test_a_file_that_differs_is_refused(name, change, says):
     with pytest.raises(UserError) as caught:
         check_hf_config(shipped(name), {**RELEASED_CONFIGS[name], **change})
     message = str(caught.value)
@@ -195,7 +194,7 @@ def test_a_file_that_differs_is_refused(name: str, change: dict[str, Any], says:
     assert "\n" not in message
 
 
-def test_fields_that_change_nothing_are_taken() -> None:
+def test_fields_that_change_nothing_are_taken():
     harmless = {
         "unsloth_fixed": True,
         "_attn_implementation": "sdpa",
@@ -216,7 +215,7 @@ def test_fields_that_change_nothing_are_taken() -> None:
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_the_original_length_outside_of_the_rotation_wins(kind: str, tmp_path: Path) -> None:
+def test_the_original_length_outside_of_the_rotation_wins(kind, tmp_path):
     """transformers rotates by the field at the top level, even if the object has another one."""
     inside = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
     inside |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
@@ -238,7 +237,7 @@ def test_the_original_length_outside_of_the_rotation_wins(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_released_models_have_their_families_tensors(name: str) -> None:
+def test_released_models_have_their_families_tensors(name):
     """transformers' own model of our config.json has these tensors, of these shapes."""
     config = shipped(name)
     layers = max(config.moe.first_dense_layers, config.moe.every_nth_layer) + 1
@@ -255,7 +254,7 @@ def test_released_models_have_their_families_tensors(name: str) -> None:
     assert len([key for key in hf_shapes(config) if f"layers.{layers - 1}.input" in key]) == 1
 
 
-def test_redundant_tensors_are_allowed() -> None:
+def test_redundant_tensors_are_allowed():
     tied = CASES["llama_tied"]
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,), "lm_head.weight": (96, 64)}
     check_hf_tensors(tied, {**hf_shapes(tied), **extra})

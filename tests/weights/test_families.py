@@ -56,12 +56,12 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request, tmp_path_factory):
     model, files = random_model(CASES[request.param]), tmp_path_factory.mktemp(request.param)
     return Pair(model, to_transformers(model, files), files)
 
 
-def test_logits_and_gradients(pair: Pair) -> None:
+def test_logits_and_gradients(pair):
     model, theirs, _ = pair
     config = model.config
     assert type(theirs).__name__ == FAMILIES[config.family].architecture
@@ -130,7 +130,7 @@ def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tu
         yield name, out
 
 
-def test_files_of_transformers_are_read(pair: Pair, tmp_path: Path) -> None:
+def test_files_of_transformers_are_read(pair, tmp_path):
     """Its config.json and tensors, which are not arranged as ours are."""
     pair.theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -146,7 +146,7 @@ def test_files_of_transformers_are_read(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_field_is_compared(case: str) -> None:
+def test_every_field_is_compared(case):
     """A field that was left out would let another model's weights in."""
     config = CASES[case]
     found = hf_config(config, dtype="float32", bos_id=None, eos_id=None)
@@ -209,7 +209,7 @@ ROWS = [*((case, torch.bfloat16) for case in FEW), ("llama", torch.float32)]
 
 
 @pytest.mark.parametrize(("case", "dtype"), ROWS)
-def test_there_and_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_there_and_back(case, dtype, tmp_path):
     """Hugging Face's files to DCP and back, and to torch's."""
     model = CONVERTED[case]
     tensors = random_tensors(model, dtype)
@@ -243,7 +243,7 @@ def test_there_and_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", FEW)
-def test_parts_of_tensors(case: str, tmp_path: Path) -> None:
+def test_parts_of_tensors(case, tmp_path):
     """Ranks read some rows, columns and experts, or nothing."""
     tensors = random_tensors(CONVERTED[case])
     write(tmp_path, tensors, CONVERTED[case])
@@ -265,7 +265,7 @@ def require_parts(source: HuggingFaceSource, tensors: dict[str, Tensor]) -> None
 
 
 @pytest.mark.parametrize("case", FEW)
-def test_each_tensor_is_read_once(case: str) -> None:
+def test_each_tensor_is_read_once(case):
     """Stacked experts are not read again for every expert, and at most two stacks are cached."""
     model = CONVERTED[case]
     source = Held(random_tensors(model))
@@ -281,7 +281,7 @@ def test_each_tensor_is_read_once(case: str) -> None:
     assert set(source.reads) == set(source.tensors)
 
 
-def test_balancing_biases_are_never_cast(tmp_path: Path) -> None:
+def test_balancing_biases_are_never_cast(tmp_path):
     model = CASES["deepseek_v3"]
     tensors = random_tensors(model, torch.float32)
     write_huggingface(cast(Held(tensors), torch.bfloat16), model, None, tmp_path / "hf")
@@ -316,7 +316,7 @@ def written(
     return model, tensors, load_file(folder / "model.safetensors"), folder / "model.safetensors"
 
 
-def test_the_text_model_of_a_multimodal_file(tmp_path: Path) -> None:
+def test_the_text_model_of_a_multimodal_file(tmp_path):
     model, tensors, stored, file = written(tmp_path, "llama4")
     nested = {f"language_model.{name}": tensor for name, tensor in stored.items()}
     nested["vision_model.class_embedding"] = torch.zeros(3)
@@ -334,7 +334,7 @@ def test_the_text_model_of_a_multimodal_file(tmp_path: Path) -> None:
     require_same(HuggingFaceSource(tmp_path, model), tensors)
 
 
-def test_blocks_that_predict_another_token_are_skipped(tmp_path: Path) -> None:
+def test_blocks_that_predict_another_token_are_skipped(tmp_path):
     model, tensors, stored, file = written(tmp_path, "deepseek_v3")
     save_file({**stored, "model.layers.4.eh_proj.weight": torch.zeros(2)}, file)
     change_config(tmp_path, lambda own: {**own, "num_nextn_predict_layers": 1})
@@ -344,7 +344,7 @@ def test_blocks_that_predict_another_token_are_skipped(tmp_path: Path) -> None:
         HuggingFaceSource(tmp_path, model)
 
 
-def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_path: Path) -> None:
+def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_path):
     plain = CASES["deepseek_v3"]
     model, tensors, stored, file = written(tmp_path, WITH_MTP)
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
@@ -413,9 +413,7 @@ CANNOT = "checkpoints of model.family={} cannot store it; would work: {}"
         ),
     ],
 )
-def test_models_that_a_familys_files_cannot_store(
-    overrides: str, says: str, tmp_path: Path
-) -> None:
+def test_models_that_a_familys_files_cannot_store(overrides, says, tmp_path):
     model = model_of(*overrides.split())
     with pytest.raises(ConfigError) as caught:
         write(tmp_path, random_tensors(model), model)

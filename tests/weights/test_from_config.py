@@ -30,18 +30,18 @@ def meant(model: ModelConfig) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", RELEASED_CONFIGS)
-def test_released_files_give_the_shipped_model(name: str, tmp_path: Path) -> None:
+def test_released_files_give_the_shipped_model(name, tmp_path):
     check_hf_config(shipped(name), RELEASED_CONFIGS[name])
     assert meant(model_from_config(write(tmp_path, RELEASED_CONFIGS[name]))) == meant(shipped(name))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_we_write_comes_back(name: str, tmp_path: Path) -> None:
+def test_what_we_write_comes_back(name, tmp_path):
     content = hf_config(CASES[name], dtype="float32", bos_id=None, eos_id=None)
     assert meant(model_from_config(write(tmp_path, content))) == meant(CASES[name])
 
 
-def test_a_job_holds_the_numbers_and_what_is_typed_wins(tmp_path: Path) -> None:
+def test_a_job_holds_the_numbers_and_what_is_typed_wins(tmp_path):
     folder = tmp_path / "My Model"
     folder.mkdir()
     write(folder, RELEASED_CONFIGS["mistral_7b"])
@@ -60,7 +60,7 @@ def test_a_job_holds_the_numbers_and_what_is_typed_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chosen", ["model=from_config", "model='from_config'"])
-def test_points_of_a_sweep_have_each_their_own(tmp_path: Path, chosen: str) -> None:
+def test_points_of_a_sweep_have_each_their_own(tmp_path, chosen):
     paths = []
     for name in ("mistral_7b", "qwen3_8b"):
         (tmp_path / name).mkdir()
@@ -69,7 +69,7 @@ def test_points_of_a_sweep_have_each_their_own(tmp_path: Path, chosen: str) -> N
     assert [point.job.model.family for point in points] == ["mistral", "qwen3"]
 
 
-def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_read_is_refused(tmp_path):
     composer = Composer()
     with pytest.raises(
         ConfigError, match=r"^model\.path=.*read only together with model=from_config"
@@ -100,7 +100,7 @@ WRONG: list[object] = [
 
 
 @pytest.mark.parametrize("name", DEBUG)
-def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
+def test_wrong_values_end_in_one_line(name, tmp_path):
     """Keys of an export with values of all types, three for each in turn: no reader ends in a traceback."""
     model = shipped(name)
     content = hf_config(model, dtype="float32", bos_id=None, eos_id=None)
@@ -135,13 +135,13 @@ def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
     ],
     ids=lambda part: "" if isinstance(part, str) else next(iter(part)),
 )
-def test_what_cannot_be_taken_is_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_taken_is_named(change, says, tmp_path):
     with pytest.raises(UserError) as refused:
         model_from_config(write(tmp_path, {**RELEASED_CONFIGS["mistral_7b"], **change}))
     assert str(refused.value).startswith(f"{tmp_path}/config.json: {says}")
 
 
-def test_files_of_other_kinds(tmp_path: Path) -> None:
+def test_files_of_other_kinds(tmp_path):
     """A device has no end, and a byte order mark is no content."""
     with pytest.raises(UserError, match="/dev/null: is not a regular file"):
         model_from_config("/dev/null")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from families_table import (
@@ -44,7 +42,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_computes_the_same_logits(case: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits(case, tmp_path):
     model = CASES[case]
     assert model.output_multiplier != 1
     decoder = random_model(model)
@@ -61,7 +59,7 @@ def test_transformers_computes_the_same_logits(case: str, tmp_path: Path) -> Non
         torch.testing.assert_close(out, tensor[1:2], rtol=1e-6, atol=0.0, msg=name)
 
 
-def test_multi_token_predictions_norm_has_the_multiplier_too() -> None:
+def test_multi_token_predictions_norm_has_the_multiplier_too():
     model = changed("deepseek_v3_debug", mtp__depth=1, mup__base_dim=16)
     found = multipliers(model)
     assert {name for name in found if "router" not in name} == {"norm.weight", "mtp.norm.weight"}
@@ -69,14 +67,14 @@ def test_multi_token_predictions_norm_has_the_multiplier_too() -> None:
     assert multipliers(PLAIN) == {}
 
 
-def test_a_power_of_two_is_folded_exactly() -> None:
+def test_a_power_of_two_is_folded_exactly():
     decoder = random_model(CASES["untied"])
     source = Held(tensors_of(decoder))
     returned = unfolded(folded(source, decoder.config), decoder.config)
     assert all(returned.read(name).equal(tensor) for name, tensor in tensors_of(decoder).items())
 
 
-def test_queries_without_weights_of_their_norm_are_refused() -> None:
+def test_queries_without_weights_of_their_norm_are_refused():
     model = changed("llama4_debug", mup__base_dim=32, mup__base_widths=NARROW_HEADS)
     with pytest.raises(ConfigError, match="qk_norm=l2 removes the factor"):
         multipliers(model)

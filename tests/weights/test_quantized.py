@@ -49,9 +49,7 @@ def require_read(folder: Path, model: ModelConfig, expected: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "gpt_oss"])
-def test_logits_are_those_of_transformers(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_transformers(case, tmp_path, monkeypatch):
     model = CASES[case]
     written(tmp_path, model)
     if case == "gpt_oss":
@@ -99,7 +97,7 @@ FORMS: dict[str, Stored] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_of_fp8(name: str, tmp_path: Path) -> None:
+def test_forms_of_fp8(name, tmp_path):
     """Factors of a tensor, of its rows, or of blocks, in several dtypes and shapes."""
     model, block, quantization, stored_as = FORMS[name]
     suffix = "_scale" if name.startswith("fbgemm") else "_scale_inv"
@@ -111,7 +109,7 @@ def test_forms_of_fp8(name: str, tmp_path: Path) -> None:
     require_read(tmp_path, model, expected)
 
 
-def test_mxfp4(tmp_path: Path) -> None:
+def test_mxfp4(tmp_path):
     """Every byte with every exponent that is a number."""
     written(tmp_path, GPT_OSS)
     expected = quantize_mxfp4(tmp_path)
@@ -129,7 +127,7 @@ def test_mxfp4(tmp_path: Path) -> None:
     require_read(tmp_path, GPT_OSS, {**expected, name: from_mxfp4(blocks, scales)})
 
 
-def test_conversions_round_once(tmp_path: Path) -> None:
+def test_conversions_round_once(tmp_path):
     """To bfloat16 by default, and from float32 to another dtype."""
     expected = dict(
         from_theirs(DEEPSEEK, quantize_fp8(written(tmp_path / "hf", DEEPSEEK), PARTIAL))
@@ -191,7 +189,7 @@ DAMAGED_MXFP4: Damages = [
 
 
 @pytest.mark.parametrize("rows", [DAMAGED, DAMAGED_MXFP4], ids=["fp8", "mxfp4"])
-def test_damaged_folders(rows: Damages, tmp_path: Path) -> None:
+def test_damaged_folders(rows, tmp_path):
     """Scales are missing, too many, of another shape or no numbers."""
     folder = written(tmp_path / "hf", LLAMA if rows is DAMAGED else GPT_OSS)
     if rows is DAMAGED:
@@ -208,7 +206,7 @@ def test_damaged_folders(rows: Damages, tmp_path: Path) -> None:
         assert message.startswith(str(folder)) and says in message
 
 
-def test_methods_that_are_not_read() -> None:
+def test_methods_that_are_not_read():
     for quantization, says in (
         (
             {"quant_method": "gptq"},
@@ -225,7 +223,7 @@ def test_methods_that_are_not_read() -> None:
         assert str(caught.value).startswith(f"config.json has quantization_config: {says}")
 
 
-def test_weights_that_are_not_quantized(tmp_path: Path) -> None:
+def test_weights_that_are_not_quantized(tmp_path):
     """A quantization_config may remain after its weights were dequantized; values decide."""
     expected = stored_in(written(tmp_path, LLAMA))
     rewrite(tmp_path, expected, FP8)

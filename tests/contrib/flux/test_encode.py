@@ -43,7 +43,7 @@ UNITS = ("encode.unit=6", "encode.batch_size=4", "cluster.device=cpu")
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -71,7 +71,7 @@ def loaders(
 
 
 @pytest.mark.parametrize("pretrained", [False, True])
-def test_latents_are_those_of_training(pretrained: bool, tmp_path: Path) -> None:
+def test_latents_are_those_of_training(pretrained, tmp_path):
     more = overrides(save_encoders(tmp_path / "flux")) if pretrained else ()
     result = run(*SHAPES, *more, "encode.target=latents")
     counts = {"target": "latents", "train": 20, "validation": 4, "files": 5}
@@ -98,7 +98,7 @@ def test_latents_are_those_of_training(pretrained: bool, tmp_path: Path) -> None
     assert 2 < dropped < 16, "20 samples, two fifths without a caption"
 
 
-def test_stopped_encoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_encoding_continues(monkeypatch):
     typed = (*SHAPES, "encode.target=stopped", "encode.shards=2")
     write, written = LatentWriter.write_unit, list[str]()
 
@@ -146,7 +146,7 @@ def test_stopped_encoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:
         run(*typed, "training.seed=7")
 
 
-def test_processes_write_the_same() -> None:
+def test_processes_write_the_same():
     few = (*SHAPES, "encode.samples=8", "encode.validation_samples=2")
     for name, workers in (("one", 1), ("two", 2)):
         run(*few, f"encode.target={name}", f"encode.workers={workers}")
@@ -154,7 +154,7 @@ def test_processes_write_the_same() -> None:
         assert path.read_bytes() == Path("two", path.name).read_bytes(), path.name
 
 
-def test_order_does_not_depend_on_ranks_and_resumes() -> None:
+def test_order_does_not_depend_on_ranks_and_resumes():
     run(*SHAPES, "encode.target=latents")
 
     def loader(rows: range) -> EncodedLoader:
@@ -176,7 +176,7 @@ def test_order_does_not_depend_on_ranks_and_resumes() -> None:
             )
 
 
-def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state() -> None:
+def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state():
     data = job_of(*SHAPES).data
     encoders, dropout = build_encoders(encoders_of(data), CPU), CaptionDropout(0.0, 0)
 
@@ -199,7 +199,7 @@ def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state() -> N
     np.testing.assert_array_equal(batches[0].numbers_B, [0, 1, 2])
 
 
-def test_damage_is_found() -> None:
+def test_damage_is_found():
     run(*SHAPES, "encode.target=latents")
     folder, path = Path("latents"), Path("latents/train-00001.safetensors")
     check_files(folder, read_manifest(folder))
@@ -234,7 +234,7 @@ def test_damage_is_found() -> None:
         ),
     ],
 )
-def test_mistakes_get_one_line(typed: str, message: str) -> None:
+def test_mistakes_get_one_line(typed, message):
     with pytest.raises(ConfigError) as raised:
         run(*typed.split())
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)

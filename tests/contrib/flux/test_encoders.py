@@ -24,7 +24,6 @@ from harness.contrib.flux.pictures.encoders import (
     build_encoders,
     fingerprint_of,
 )
-from harness.launch.pool import RankPool
 from harness.util.errors import ConfigError
 
 diffusers = pytest.importorskip("diffusers")
@@ -32,7 +31,7 @@ CAPTIONS = ["a red circle", "", "a blue square above a green circle a a a a a a 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_encoders(tmp_path_factory.mktemp("flux"))
 
 
@@ -57,7 +56,7 @@ def pipeline_of(folder: Path) -> Any:
     )
 
 
-def test_encoders_are_those_of_the_pipeline(folder: Path) -> None:
+def test_encoders_are_those_of_the_pipeline(folder):
     encoders, pipeline = build_encoders(config_of(folder), torch.device("cpu")), pipeline_of(folder)
     found = encoders.text.encode(CAPTIONS)
     with torch.no_grad():
@@ -86,14 +85,14 @@ def test_encoders_are_those_of_the_pipeline(folder: Path) -> None:
 def encoded_shards(folder: str) -> tuple[list[torch.Tensor], int, int]:
     config = config_of(Path(folder))
     encoders = build_encoders.__wrapped__(config, torch.device("cpu"), shard=True)
-    blocks = encoders.text._models["t5"].encoder.block  # type: ignore[attr-defined]
+    blocks = encoders.text._models["t5"].encoder.block
     weights = list(blocks.parameters())
     embeddings = encoders.text.encode(CAPTIONS)
-    local = sum(each.to_local().numel() for each in weights)  # type: ignore[operator]
+    local = sum(each.to_local().numel() for each in weights)
     return list(embeddings), local, sum(each.numel() for each in weights)
 
 
-def test_ranks_share_the_weights_of_text_encoders(pool: RankPool, folder: Path) -> None:
+def test_ranks_share_the_weights_of_text_encoders(pool, folder):
     expected = build_encoders(config_of(folder), torch.device("cpu")).text.encode(CAPTIONS)
     for found, local, total in pool.run(2, encoded_shards, str(folder)):
         assert local <= 0.6 * total
@@ -101,7 +100,7 @@ def test_ranks_share_the_weights_of_text_encoders(pool: RankPool, folder: Path) 
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_encoders_for_debugging() -> None:
+def test_encoders_for_debugging():
     pixels = torch.rand(2, 3, 8, 8) * 2 - 1
     patches = Patches(4)
     latents = patches.encode(pixels).mean_BCHW
@@ -125,7 +124,7 @@ def test_encoders_for_debugging() -> None:
     assert torch.equal(again, text[2])
 
 
-def test_folders_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+def test_folders_that_cannot_be_loaded(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"^data.options.t5=.*: there is no such folder"):
         build_encoders(config_of(folder, t5=str(tmp_path / "none")), torch.device("cpu"))
     with pytest.raises(

@@ -94,7 +94,7 @@ def inputs(model: ModelConfig, grid: tuple[int, int], seed: int = 1) -> dict[str
 
 
 @pytest.mark.parametrize("guidance", [False, True])
-def test_output_and_gradients_equal_diffusers(guidance: bool, tmp_path: Path) -> None:
+def test_output_and_gradients_equal_diffusers(guidance, tmp_path):
     model, grid = small(guidance), (2, 8)  # not square
     reference = theirs(model)
     reference.save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_output_and_gradients_equal_diffusers(guidance: bool, tmp_path: Path) ->
         assert difference < 1e-4, (name, difference)
 
 
-def test_files_of_diffusers_both_ways(tmp_path: Path) -> None:
+def test_files_of_diffusers_both_ways(tmp_path):
     model = small(guidance=True)
     reference = theirs(model)
     reference.save_pretrained(tmp_path / "theirs")
@@ -151,7 +151,7 @@ def test_files_of_diffusers_both_ways(tmp_path: Path) -> None:
     assert all(reread.read(name).equal(source.read(name)) for name in source.tensors)
 
 
-def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path):
     reference = theirs(small(guidance=False))
     reference.save_pretrained(tmp_path)
     wide = dataclasses.replace(small(guidance=False), ffn_hidden_dim=96)
@@ -168,7 +168,7 @@ def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("guidance", [False, True])
-def test_original_file(guidance: bool, tmp_path: Path) -> None:
+def test_original_file(guidance, tmp_path):
     """diffusers' own conversion of the original format gives the same weights as ours."""
     from diffusers.loaders import single_file_utils
 
@@ -236,7 +236,7 @@ def original_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_parameters(name: str) -> None:
+def test_published_parameters(name):
     """The count of the YAML is that of diffusers' model, and that of the modules."""
     seq_len = {"flux_schnell": 256, "flux_dev": 512}[name] + 1024
     job = compose_job([f"model={name}", "data=latents_synthetic", f"training.seq_len={seq_len}"])
@@ -248,7 +248,7 @@ def test_published_parameters(name: str) -> None:
     assert {n: tuple(p.shape) for n, p in built.named_parameters()} == tensor_shapes(job.model)
 
 
-def test_packing_is_the_pipelines() -> None:
+def test_packing_is_the_pipelines():
     latents = torch.randn(2, 3, 4, 6)
     packed = diffusers.FluxPipeline._pack_latents(latents, 2, 3, 4, 6)
     assert pack(latents).equal(packed) and unpack(packed, (2, 3)).equal(latents)

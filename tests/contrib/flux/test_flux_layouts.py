@@ -22,7 +22,7 @@ GUIDED = (*SMALL, "model.options.guidance=true", "training.objective_options.cap
 @pytest.mark.parametrize(
     "name", ["tp_cp_ulysses", "tp_no_sequence", "fsdp_uneven", "fsdp_compiled_recompute_full"]
 )
-def test_layouts_agree_with_one_process(pool: RankPool, name: str) -> None:
+def test_layouts_agree_with_one_process(pool, name):
     require_parity(pool, name, layout(name, *GUIDED))
 
 
@@ -34,9 +34,7 @@ def run(
     return pool.run(job.world_size, train, job.to_json(), str(folder), stop_after)
 
 
-def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(
-    pool: RankPool, tmp_path: Path
-) -> None:
+def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(pool, tmp_path):
     """Noise, times and dropped captions continue, and so does the moving average of the weights."""
     common = ("parallelism=fsdp", "parallelism.dp_shard=2", "training.steps=4")
     straight = run(pool, tmp_path / "straight", *common, "checkpoint=disabled")

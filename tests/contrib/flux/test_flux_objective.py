@@ -39,7 +39,7 @@ def batch_of(numbers: list[int], std: float | None = None) -> ImageBatch:
     return ImageBatch(mean, stds, text, torch.zeros(len(numbers), 5), torch.tensor(numbers))
 
 
-def test_inputs_and_target_are_on_the_straight_line_from_data_to_noise() -> None:
+def test_inputs_and_target_are_on_the_straight_line_from_data_to_noise():
     batch = batch_of([4, 9])
     flow = training_flow(batch, FIXED, seed=1)
     velocity, noisy = (unpack(each, GRID) for each in (flow.target_BIP, flow.noisy_BIP))
@@ -49,7 +49,7 @@ def test_inputs_and_target_are_on_the_straight_line_from_data_to_noise() -> None
     assert abs(float(noise.mean())) < 1 and 0.5 < float(noise.std()) < 1.5
 
 
-def test_values_depend_on_the_seed_and_the_samples_number_only() -> None:
+def test_values_depend_on_the_seed_and_the_samples_number_only():
     both = training_flow(batch_of([4, 9], std=0.5), FIXED, seed=1)
     alone = training_flow(batch_of([4, 9], std=0.5).each(lambda tensor: tensor[1:]), FIXED, seed=1)
     assert both.times_B[1:].equal(alone.times_B) and both.noisy_BIP[1:].equal(alone.noisy_BIP)
@@ -60,7 +60,7 @@ def test_values_depend_on_the_seed_and_the_samples_number_only() -> None:
     assert other.noisy_BIP[0].equal(both.noisy_BIP[0]) and not seeded.times_B.equal(both.times_B)
 
 
-def test_posterior_is_sampled_in_training_only() -> None:
+def test_posterior_is_sampled_in_training_only():
     def noise_free(flow: Any) -> Tensor:
         """The latents that were mixed with noise: noisy - time * (noise - latents)."""
         return flow.noisy_BIP - flow.times_B[:, None, None] * flow.target_BIP
@@ -72,7 +72,7 @@ def test_posterior_is_sampled_in_training_only() -> None:
     torch.testing.assert_close(validated, exact)
 
 
-def test_times_are_logit_normal_and_shifted() -> None:
+def test_times_are_logit_normal_and_shifted():
     numbers = list(range(4000))
     batch = ImageBatch(
         torch.zeros(4000, 1, 2, 2), None, *torch.zeros(2, 4000, 1, 1), torch.tensor(numbers)
@@ -88,19 +88,19 @@ def test_times_are_logit_normal_and_shifted() -> None:
     torch.testing.assert_close(shifted.logit(), logits + 0.7, rtol=1e-3, atol=1e-3)
 
 
-def test_shift_is_that_of_diffusers() -> None:
+def test_shift_is_that_of_diffusers():
     pipeline = pytest.importorskip("diffusers.pipelines.flux.pipeline_flux")
     for tokens in (64, 256, 1024, 4096, 9216):
         expected = pipeline.calculate_shift(tokens, 256, 4096, 0.5, 1.15)
         assert shift_of(FlowConfig(), tokens) == pytest.approx(expected)
 
 
-def test_validation_has_eight_times() -> None:
+def test_validation_has_eight_times():
     flow = validation_flow(batch_of(list(range(10))), seed=0)
     assert flow.times_B.tolist() == [*(number / 16 for number in range(1, 16, 2)), 1 / 16, 3 / 16]
 
 
-def test_loss_is_a_mean_over_values_and_the_denominators_tokens() -> None:
+def test_loss_is_a_mean_over_values_and_the_denominators_tokens():
     predicted, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     loss = FlowLoss()
     loss.denominator = 6.0
@@ -116,9 +116,9 @@ SMALL = (
 )
 
 
-def test_captions_are_dropped_by_the_samples_number() -> None:
+def test_captions_are_dropped_by_the_samples_number():
     job = compose_job([*SMALL, "training.objective_options.caption_dropout=0.5"])
-    loader = loader_of(job, None, range(4))  # type: ignore[arg-type]
+    loader = loader_of(job, None, range(4))
     texts = torch.cat([loader.next().text_BLD for _ in range(16)])
     [empty] = {
         tuple(text.flatten().tolist())
@@ -127,9 +127,9 @@ def test_captions_are_dropped_by_the_samples_number() -> None:
     }
     dropped = [tuple(text.flatten().tolist()) == empty for text in texts]
     assert 16 < sum(dropped) < 48
-    part = loader_of(job, None, range(2, 4))  # type: ignore[arg-type]
+    part = loader_of(job, None, range(2, 4))
     assert torch.cat([part.next().text_BLD for _ in range(2)]).equal(texts[[2, 3, 6, 7]])
-    validation = loader_of(job, None, range(4), "validation")  # type: ignore[arg-type]
+    validation = loader_of(job, None, range(4), "validation")
     assert not any(tuple(t.flatten().tolist()) == empty for t in validation.next().text_BLD)
 
 
@@ -146,13 +146,11 @@ def test_captions_are_dropped_by_the_samples_number() -> None:
         ),
     ],
 )
-def test_data_of_another_shape_is_one_line(
-    changed: dict[str, tuple[int, ...]], message: str
-) -> None:
+def test_data_of_another_shape_is_one_line(changed, message):
     job, device = compose_job([*SMALL, "cluster.device=cpu"]), torch.device("cpu")
     with process_group(job, device):
         engine = Engine(job, device)
-        batch = loader_of(job, None, engine.rows).next()  # type: ignore[arg-type]
+        batch = loader_of(job, None, engine.rows).next()
         other = batch._replace(
             **{name: torch.zeros(shape) for name, shape in changed.items()}, std_BCHW=None
         )
@@ -161,7 +159,7 @@ def test_data_of_another_shape_is_one_line(
 
 
 @pytest.mark.parametrize("schema", [EvaluateJob, CoordCheckJob])
-def test_commands_for_text_refuse_pictures(schema: type) -> None:
+def test_commands_for_text_refuse_pictures(schema):
     with pytest.raises(
         ConfigError, match=r"model=flux_debug makes pictures, and this command .*would work"
     ):
@@ -169,7 +167,7 @@ def test_commands_for_text_refuse_pictures(schema: type) -> None:
         job.coordcheck.validate(job)
 
 
-def test_flops_are_those_that_torch_counts() -> None:
+def test_flops_are_those_that_torch_counts():
     job = compose_job(list(SMALL))
     model, tokens = job.model, job.training.seq_len
     with torch.device("meta"):
@@ -185,7 +183,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert counter.get_total_flops() == pytest.approx(counted, rel=0.02)
 
 
-def test_the_planned_time_of_a_picture_grows_with_its_tokens() -> None:
+def test_the_planned_time_of_a_picture_grows_with_its_tokens():
     """The published model on 16 GPUs: more pixels take more time, and MFU stays possible."""
     gpus = ("parallelism=fsdp", "parallelism.dp_shard=16", "cluster=slurm_h100", "cluster.nodes=2")
     costs = ("precision=bf16", "compile=on", "activation_checkpoint=full", "data=latents_synthetic")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ def pictures(run: Path, folder: Path, *typed: str) -> list[np.ndarray]:
     return [np.asarray(Image.open(each["file"])) for each in result.data["pictures"]]
 
 
-def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
+def test_a_run_its_sheets_and_its_pictures(tmp_path, capfd):
     run = train(tmp_path, "training.steps=2", "validation.interval=1", "optimizer.ema_decay=0.5")
     sheets = [Image.open(run.path / "samples" / f"step-{step}.png") for step in (1, 2)]
     assert sheets[0].size == sheets[1].size and sheets[0].width > 3 * 128
@@ -107,7 +106,7 @@ def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
             pictures(run.path, tmp_path / "e", prompts, typed)
 
 
-def test_online_encoders_of_folders(tmp_path: Path) -> None:
+def test_online_encoders_of_folders(tmp_path):
     """The encoders compute in the training loop, and harness generate finds them in the checkpoint."""
     typed = (
         *overrides(save_encoders(tmp_path / "flux")),
@@ -133,7 +132,7 @@ def test_online_encoders_of_folders(tmp_path: Path) -> None:
         pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *changed)
 
 
-def test_pictures_have_the_size_of_training() -> None:
+def test_pictures_have_the_size_of_training():
     """It follows from the length of sequences: encoded pictures have no other field that says it."""
     typed = (
         "model=flux_debug",
@@ -151,7 +150,7 @@ def test_pictures_have_the_size_of_training() -> None:
         trained_size(job, WeightFolder("hf", "x", {}), Patches(2))
 
 
-def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path: Path) -> None:
+def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path):
     rule = DrawnShapes("validation", 24, seed=1)
     drawn = [rule.read(number, number) for number in range(40)]
     assert all(judge(picture, caption).all for picture, caption in drawn)

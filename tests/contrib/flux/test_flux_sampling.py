@@ -19,7 +19,6 @@ from harness.config.job import Job
 from harness.contrib.flux.config import FlowConfig, flow_of
 from harness.contrib.flux.pictures.encoders import Embeddings
 from harness.contrib.flux.sampling import LatentSampler, Sampling, noise_of, without_shift
-from harness.launch.pool import RankPool
 from harness.train.engine import Engine
 
 diffusers = pytest.importorskip("diffusers")
@@ -40,9 +39,7 @@ def scheduler(shifted: bool) -> Any:
 
 
 @pytest.mark.parametrize(("guidance", "shifted", "cfg"), [(True, True, 1.0), (False, False, 2.5)])
-def test_latents_are_those_of_the_pipeline(
-    guidance: bool, shifted: bool, cfg: float, tmp_path: Path
-) -> None:
+def test_latents_are_those_of_the_pipeline(guidance, shifted, cfg, tmp_path):
     model = small(guidance)
     reference = theirs(model).eval()
     reference.save_pretrained(tmp_path)
@@ -68,7 +65,7 @@ def test_latents_are_those_of_the_pipeline(
     expected = pipeline._unpack_latents(expected, NOISE[2] * 8, NOISE[3] * 8, 8)
     flow = FlowConfig() if shifted else without_shift(FlowConfig())
     one_rank = SimpleNamespace(size=lambda axis: 1)
-    sampler = LatentSampler(ours(tmp_path, model), one_rank, flow)  # type: ignore[arg-type]
+    sampler = LatentSampler(ours(tmp_path, model), one_rank, flow)
     found = sampler.sample(noise, captions, empty, Sampling(STEPS, 3.5, cfg))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
@@ -82,10 +79,10 @@ def sampled(job_json: str) -> list[list[float]]:
     captions = Embeddings(
         torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator)
     )
-    sampler = LatentSampler(engine.parts[0], engine.mesh, flow_of(job))  # type: ignore[arg-type]
+    sampler = LatentSampler(engine.parts[0], engine.mesh, flow_of(job))
     latents = sampler.sample(noise, captions, None, Sampling(3))
     assert not any(p.isnan().any() for p in engine.parameters)
-    return latents.flatten(1).tolist()  # type: ignore[no-any-return]
+    return latents.flatten(1).tolist()
 
 
 LAYOUTS = {
@@ -103,14 +100,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_sample_the_same(pool: RankPool, name: str) -> None:
+def test_layouts_sample_the_same(pool, name):
     job = compose_job([*SMALL, *LAYOUTS[name]])
     [alone] = pool.run(1, sampled, compose_job([*SMALL]).to_json())
     for found in pool.run(job.world_size, sampled, job.to_json()):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
-def test_noise_depends_on_seed_and_number() -> None:
+def test_noise_depends_on_seed_and_number():
     device = torch.device("cpu")
     first, second = noise_of(1, [3, 5], (2, 4), device)
     assert torch.equal(noise_of(1, [5], (2, 4), device)[0], second)

@@ -43,7 +43,7 @@ def content(number: int) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -87,12 +87,12 @@ def write_parquet() -> DataConfig:
 
 
 def opened(data: DataConfig, split: str = "train", **changed: object) -> PictureSource:
-    return open_pictures(DataConfig(**{**vars(data), **changed}), split, seed=0)  # type: ignore[arg-type]
+    return open_pictures(DataConfig(**{**vars(data), **changed}), split, seed=0)
 
 
 @pytest.mark.parametrize("write", [write_files, write_tars, write_parquet])
-def test_pictures_and_captions(write: object) -> None:
-    data = write()  # type: ignore[operator]
+def test_pictures_and_captions(write):
+    data = write()
     data = DataConfig(**{**vars(data), "options": {**data.options, "size": 8}})
     source = opened(data)
     assert source.num == NUMBER
@@ -111,7 +111,7 @@ def test_pictures_and_captions(write: object) -> None:
     assert found[0] and found[1]
 
 
-def test_order_and_crops_are_functions_of_seed_and_number() -> None:
+def test_order_and_crops_are_functions_of_seed_and_number():
     data = write_files()
     options = {"size": 8, "crop": "random"}
     samples = RawSamples(opened(data, options=options), seed=3, shuffle=True, skips=False)
@@ -129,14 +129,14 @@ def test_order_and_crops_are_functions_of_seed_and_number() -> None:
         assert np.array_equal(again.sample(number)[0], samples.sample(number)[0])
 
 
-def test_resizing_keeps_the_shorter_side() -> None:
+def test_resizing_keeps_the_shorter_side():
     high = Image.fromarray(np.arange(40 * 10 * 3, dtype=np.uint8).reshape(40, 10, 3))
     top, bottom = (decode(png(high), 5, place, "x") for place in (0.0, 1.0))
     resized = np.asarray(high.resize((5, 20), Image.Resampling.BICUBIC))
     assert np.array_equal(top, resized[:5]) and np.array_equal(bottom, resized[-5:])
 
 
-def test_a_very_long_picture_is_cropped_before_it_is_resized() -> None:
+def test_a_very_long_picture_is_cropped_before_it_is_resized():
     long = png(Image.fromarray(np.repeat(np.arange(200, dtype=np.uint8), 40)[:, None].repeat(3, 1)))
     limit, soft = resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -149,7 +149,7 @@ def test_a_very_long_picture_is_cropped_before_it_is_resized() -> None:
     assert [round(float(picture.mean())) for picture in pictures] == [0, 100, 199]
 
 
-def test_a_damaged_picture_is_an_error_or_skipped() -> None:
+def test_a_damaged_picture_is_an_error_or_skipped():
     data = write_files()
     Path("03.png").write_bytes(content(3)[:60])
     strict, skipping = (
@@ -181,9 +181,7 @@ def rolled(content: bytes) -> bytes:
         ("meta.json", lambda content: b"{}", "'files'"),
     ],
 )
-def test_a_damaged_table_of_tar_files_is_rebuilt(
-    name: str, change: object, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_table_of_tar_files_is_rebuilt(name, change, says, capsys):
     data = write_tars()
 
     def captions_of_pictures() -> list[tuple[int, str]]:
@@ -193,7 +191,7 @@ def test_a_damaged_table_of_tar_files_is_rebuilt(
     expected = captions_of_pictures()
     assert expected[:2] == [(0, "caption 0"), (20, "caption 1")]
     (file,) = Path("cache").glob(f"pictures/*/{name}")
-    file.write_bytes(change(file.read_bytes()))  # type: ignore[operator]
+    file.write_bytes(change(file.read_bytes()))
     with pytest.raises(DataError, match=r"picture table .* cannot be read here: "):
         open_pictures(data, "train", seed=0, is_builder=False)
     assert captions_of_pictures() == expected
@@ -212,7 +210,7 @@ def test_a_damaged_table_of_tar_files_is_rebuilt(
     ],
     ids=range(3),
 )
-def test_captions_that_cannot_be_read(name: str, caption: bytes | None, message: str) -> None:
+def test_captions_that_cannot_be_read(name, caption, message):
     data = write_files()
     if caption is None:
         Path(name).unlink()
@@ -224,7 +222,7 @@ def test_captions_that_cannot_be_read(name: str, caption: bytes | None, message:
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_sources_that_cannot_be_opened() -> None:
+def test_sources_that_cannot_be_opened():
     Path("folder").mkdir()
     Path("no.tar").write_bytes(b"no tar file" * 100)
     for path, says in {
@@ -239,7 +237,7 @@ def test_sources_that_cannot_be_opened() -> None:
         opened(data, options={})
 
 
-def test_drawn_shapes_hold_captions_out() -> None:
+def test_drawn_shapes_hold_captions_out():
     sources = {split: DrawnShapes(split, 16, seed=5) for split in ("train", "validation")}
     drawn = {split: {source.read(i, i)[1] for i in range(400)} for split, source in sources.items()}
     assert not drawn["train"] & drawn["validation"]

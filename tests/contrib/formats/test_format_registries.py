@@ -15,7 +15,7 @@ from held import Held
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import check_rules
 from harness.config.model import ModelConfig
-from harness.config.registry import TOKEN_FORMATS, WEIGHT_FORMATS, Registry, load_attribute
+from harness.config.registry import TOKEN_FORMATS, WEIGHT_FORMATS, load_attribute
 from harness.config.training import Sizes
 from harness.data.corpus import TokenizedSplit
 from harness.data.samples import Reading
@@ -59,7 +59,7 @@ TWOS = WeightFormat(
 
 
 @pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> None:
+def added(monkeypatch):
     """The formats above, as an installed package would add them."""
     for registry, name, attribute in (
         (TOKEN_FORMATS, "lines", "LINES"),
@@ -70,7 +70,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("registry", [TOKEN_FORMATS, WEIGHT_FORMATS], ids=lambda each: each.kind)
-def test_pyproject_has_the_formats_of_this_package(registry: Registry[object]) -> None:
+def test_pyproject_has_the_formats_of_this_package(registry):
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     expected = load_attribute(registry._expects)
     for name, place in groups[f"harness.{registry.kind}"].items():
@@ -78,13 +78,13 @@ def test_pyproject_has_the_formats_of_this_package(registry: Registry[object]) -
         assert isinstance(registry[name], expected)
 
 
-def test_token_files_of_another_package(added: None, tmp_path: Path) -> None:
+def test_token_files_of_another_package(added, tmp_path):
     (tmp_path / "a.ids").write_text("1 2 3\n4 5\n")
     (tmp_path / "a.ids.txt").touch()
     tokenizer, sizes = build_tokenizer(TokenizerConfig("none")), Sizes(1, 4)
 
     def opened(path: Path, **options: str) -> Tokens:
-        data = DataConfig("tokens", paths=[str(path)], **options)  # type: ignore[arg-type]
+        data = DataConfig("tokens", paths=[str(path)], **options)
         return open_token_files(Reading(data, tokenizer, 4, 1, 0, range(1), "train", 9, sizes))
 
     for path in (tmp_path, tmp_path / "a.ids", tmp_path / "a.ids.txt"):
@@ -98,7 +98,7 @@ def test_token_files_of_another_package(added: None, tmp_path: Path) -> None:
         opened(tmp_path, tokens_field="ids")
 
 
-def test_weights_of_another_package(added: None, tmp_path: Path) -> None:
+def test_weights_of_another_package(added, tmp_path):
     (tmp_path / "twos.txt").touch()
     found = find_source(str(tmp_path))
     assert found == WeightFolder("twos", str(tmp_path), {})
@@ -106,7 +106,7 @@ def test_weights_of_another_package(added: None, tmp_path: Path) -> None:
     assert all((source.read(name) == 2).all() for name in source.tensors)
 
 
-def test_formats_that_are_only_read_are_no_choice_of_a_conversion(added: None) -> None:
+def test_formats_that_are_only_read_are_no_choice_of_a_conversion(added):
     check_rules(ConvertConfig(format="torchtitan"), "convert.")
     for name in ("twos", "meta", "nothing"):
         works = "would work: dcp, hf, torch, torchtitan"

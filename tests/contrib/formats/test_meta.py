@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -94,7 +93,7 @@ def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_metas(name: str, tmp_path: Path) -> None:
+def test_logits_are_metas(name, tmp_path):
     config = CONFIGS[name]
     weights = meta_weights(config)
     save_meta(tmp_path / "meta", consolidated(weights, 2))
@@ -110,7 +109,7 @@ def test_logits_are_metas(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("files", "by_rows"), [(1, True), (2, False)])
-def test_tables_are_one_or_split_by_columns(files: int, by_rows: bool, tmp_path: Path) -> None:
+def test_tables_are_one_or_split_by_columns(files, by_rows, tmp_path):
     weights = meta_weights(CONFIGS["grouped_query"])
     save_meta(tmp_path / "meta", consolidated(weights, files, by_rows))
     source = LlamaSource(tmp_path / "meta", CONFIGS["grouped_query"])
@@ -135,16 +134,14 @@ def test_tables_are_one_or_split_by_columns(files: int, by_rows: bool, tmp_path:
         ("norm.weight", [[32], [32]], "do not make up [64] of model=small"),
     ],
 )
-def test_shards_that_do_not_make_up_the_model(
-    name: str, shapes: list[list[int]], says: str
-) -> None:
+def test_shards_that_do_not_make_up_the_model(name, shapes, says):
     with pytest.raises(UserError) as caught:
         merge(name, [torch.zeros(shape) for shape in shapes], CONFIGS["llama2"])
     of_files = ", ".join(map(str, shapes))
     assert str(caught.value) == f"{name}: shapes {of_files} of {len(shapes)} file(s) {says}"
 
 
-def test_files_of_other_models(tmp_path: Path) -> None:
+def test_files_of_other_models(tmp_path):
     with pytest.raises(
         UserError, match=r"Meta's files are read for model\.family=llama, not qwen3"
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def loaded(folder: Path, source: Torchtitan) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama2", "grouped_query", "llama31"])
-def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
+def test_its_llama_computes_what_ours_does(name, tmp_path):
     config = CONFIGS[name]
     ours = meta_weights(config)  # in our order here
     source = Torchtitan(Held(ours), config)
@@ -62,7 +61,7 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
         assert_equal({name: again.read(name) for name in ours}, ours)
 
 
-def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
+def test_a_tied_table_stands_under_both_names(tmp_path):
     config = resolve_model(dataclasses.replace(LLAMAS["llama"], tied_embeddings=True))
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
@@ -72,7 +71,7 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
     assert_equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
 
 
-def test_rows_of_qwen3_stay_where_they_are() -> None:
+def test_rows_of_qwen3_stay_where_they_are():
     config = resolve_model(dataclasses.replace(LLAMAS["llama"], family="qwen3"))
     config = with_value(config, "attention.qk_norm", "learned")
     ours = meta_weights(config)
@@ -80,7 +79,7 @@ def test_rows_of_qwen3_stay_where_they_are() -> None:
     assert_equal({name: source.read(name_of(name)) for name in ours}, ours)
 
 
-def test_arguments_say_what_is_stretched() -> None:
+def test_arguments_say_what_is_stretched():
     assert torchtitan_arguments(CONFIGS["llama2"]) == "theta=10000, eps=1e-05"
     stretched = torchtitan_arguments(CONFIGS["llama31"])
     assert 'scaling="llama", scaling_factor=8, low_freq_factor=1, high_freq_factor=4' in stretched
@@ -104,7 +103,7 @@ def test_arguments_say_what_is_stretched() -> None:
     ],
     ids=range(4),
 )
-def test_models_that_it_does_not_have(name: str, changed: dict[str, Any], says: str) -> None:
+def test_models_that_it_does_not_have(name, changed, says):
     config = dataclasses.replace(CONFIGS[name], **changed)
     with pytest.raises(ConfigError) as caught:
         Torchtitan(Held(meta_weights(config)), config)

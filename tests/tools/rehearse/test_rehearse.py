@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def job_of(*overrides: str, config_name: str = "rehearse", schema: type[Any] = R
     return compose_job([*BASE, *overrides], config_name=config_name, schema=schema)
 
 
-def test_a_job_without_hardware_is_rehearsed_on_eight_h100() -> None:
+def test_a_job_without_hardware_is_rehearsed_on_eight_h100():
     job = job_of("parallelism=fsdp")
     device = virtual_device(job)
     assert (job.world_size, job.cluster.device, job.cluster.accelerator) == (8, "cuda", "H100 SXM")
@@ -52,7 +51,7 @@ def test_a_job_without_hardware_is_rehearsed_on_eight_h100() -> None:
 
 
 @pytest.mark.parametrize("name", CUDA_DEVICES)
-def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
+def test_a_virtual_gpu_says_what_the_driver_would(name):
     device, accelerator = virtual_device(job_of(f"cluster.accelerator={name}")), ACCELERATORS[name]
     assert find_accelerator(device.name) == (None if name == "H100 96GB" else accelerator)
     assert 0.98 < device.bytes / (accelerator.memory_gib * 2**30) <= 1
@@ -76,13 +75,13 @@ def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_rehearsed_is_refused(override: str, said: str) -> None:
+def test_what_cannot_be_rehearsed_is_refused(override, said):
     with pytest.raises(ConfigError) as found:
         job_of("parallelism=fsdp", override)
     assert str(found.value).startswith(said)
 
 
-def test_ranks_that_differ_are_the_first_ones_of_three_pipeline_ranks() -> None:
+def test_ranks_that_differ_are_the_first_ones_of_three_pipeline_ranks():
     job = job_of("parallelism=fsdp_pp", "parallelism.pp=4", "model.n_layers=8")
     assert ranks_to_rehearse(job, job.rehearse) == [0, 4, 6]
     assert ranks_to_rehearse(job, RehearseConfig(ranks=[5])) == [5]
@@ -90,14 +89,14 @@ def test_ranks_that_differ_are_the_first_ones_of_three_pipeline_ranks() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("skew", [-1.0, 0.0, 0.5])
-def test_every_row_goes_to_some_rank(ranks: int, skew: float) -> None:
+def test_every_row_goes_to_some_rank(ranks, skew):
     sent = rows_by_rank(1000, ranks, skew)
     assert (len(sent), sum(sent)) == (ranks, 1000)
     assert sent[0] == round(1000 / ranks * (1 + skew if ranks > 1 else 1))
     assert max(sent[1:], default=0) - min(sent[1:], default=0) <= 1
 
 
-def test_calls_are_read() -> None:
+def test_calls_are_read():
     text = (
         "3\t0\tkernel\tvoid f<int>(int)\n"
         "2\t64\tproduct\tbfloat16\tfloat8_e4m3\t1\t2\t4\t8\n"
@@ -134,10 +133,10 @@ def figures_of(**changes: object) -> RankFigures:
         host_seconds=100.0,
         cpu_seconds=100.0,
     )
-    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(found, **changes)
 
 
-def test_figures_stand_beside_the_plan() -> None:
+def test_figures_stand_beside_the_plan():
     plan = make_plan(job_of("parallelism=fsdp").plain)
     memory = {line.name: line for line in memory_lines(figures_of(), plan)}
     assert memory["reserved"].planned == plan.memory[0].peak
@@ -149,7 +148,7 @@ def test_figures_stand_beside_the_plan() -> None:
     assert traffic["ep all_to_all", "count"].planned is None
 
 
-def test_planned_products_of_all_pipeline_ranks_are_the_whole_models() -> None:
+def test_planned_products_of_all_pipeline_ranks_are_the_whole_models():
     """6 for each parameter that multiplies and token: each rank of a stage has an equal share."""
     job = job_of("parallelism=fsdp_tp_pp").plain
     in_stage = job.world_size // job.parallelism.pp
@@ -160,7 +159,7 @@ def test_planned_products_of_all_pipeline_ranks_are_the_whole_models() -> None:
     assert total == pytest.approx(6 * dense * tokens, rel=1e-3)
 
 
-def test_what_is_shown() -> None:
+def test_what_is_shown():
     plan = make_plan(job_of("parallelism=fsdp").plain)
     text = render(plan, [figures_of()])
     assert "THE HOST WOULD KEEP THE GPU WAITING: a step takes 100 s of CPU time here, and" in text
@@ -181,7 +180,7 @@ def test_what_is_shown() -> None:
     assert {"name": "reserved", "unit": "bytes"}.items() <= plain["against_plan"][2].items()
 
 
-def test_without_a_build_for_cuda_one_line_says_so() -> None:
+def test_without_a_build_for_cuda_one_line_says_so():
     if build.cuda_version() is not None:
         pytest.skip("this build of torch has CUDA")
     done = python("-m", "harness", "rehearse", *BASE)
@@ -193,7 +192,7 @@ def test_without_a_build_for_cuda_one_line_says_so() -> None:
     )
 
 
-def test_machines_that_cannot_rehearse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machines_that_cannot_rehearse(monkeypatch, tmp_path):
     (tmp_path / "0000:01:00.0").mkdir()
     monkeypatch.setattr(server, "_DRIVER", tmp_path)
     with pytest.raises(UserError, match=r"this machine has a GPU.*rehearse.real_gpu=true"):

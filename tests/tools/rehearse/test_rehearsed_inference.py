@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.rehearsal
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     done = train(folder, "checkpoint=sync", "training.steps=2")
     assert done.returncode == 0, done.stderr
@@ -25,7 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["single", "tp parallelism.tp=2", "fsdp parallelism.dp_shard=2"])
-def test_generation_and_evaluation(trained: Path, layout: str) -> None:
+def test_generation_and_evaluation(trained, layout):
     def run(verb: str, *arguments: str) -> dict[str, Any]:
         typed = [
             verb,

@@ -7,7 +7,6 @@ is new is rehearsed too, because the lists are those of conf/.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +51,7 @@ SMALL_SUMS = 2**22
 
 
 @pytest.fixture(scope="module")
-def rehearsals() -> Iterator[Rehearsals]:
+def rehearsals():
     """One process that has imported torch, for all tests of this file."""
     with Rehearsals() as running:
         yield running
@@ -84,7 +83,7 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:
     """Check what holds for every step: it ends, calls nothing unknown, waits only where it must."""
     for figures in found.ranks:
         assert figures.failure is None, figures.failure
@@ -128,7 +127,7 @@ def check_collectives(found: Rehearsed) -> None:
 
 
 @pytest.mark.parametrize("preset", options("parallelism"))
-def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
+def test_layouts(rehearsals, preset):
     experts = "ep" in preset.split("_")
     found = rehearsed(rehearsals, *(MIXTURE if experts else DENSE), f"parallelism={preset}")
     check(found, waits=EXPERTS if experts else set())
@@ -158,7 +157,7 @@ def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
         *("precision=float8_rowwise", "activation_checkpoint=full"),
     ],
 )
-def test_flux(rehearsals: Rehearsals, choice: str) -> None:
+def test_flux(rehearsals, choice):
     """Its batches are pictures."""
     layout = [] if choice.startswith("parallelism") else ["parallelism=fsdp"]
     found = rehearsed(rehearsals, *FLUX, *layout, choice)
@@ -174,7 +173,7 @@ def test_flux(rehearsals: Rehearsals, choice: str) -> None:
 
 
 @pytest.mark.parametrize("preset", options("precision"))
-def test_formats(rehearsals: Rehearsals, preset: str) -> None:
+def test_formats(rehearsals, preset):
     on = ["cluster.accelerator=B200"] if preset == "mxfp8" else []
     found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", f"precision={preset}", *on)
     if preset == "mxfp8" and torch.__version__ >= "2.15":
@@ -208,7 +207,7 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
         ),
     ],
 )
-def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
+def test_updates_and_recomputation(rehearsals, override):
     """Muon sends pieces of every matrix over FSDP's, the replicas' and tensor parallel's ranks."""
     compiled = ["compile=on"] if "memory_budget" in override else []
     found = rehearsed(rehearsals, *DENSE, *compiled, *override.split())
@@ -240,9 +239,7 @@ ZERO_BUBBLE = [
     ],
     ids=["pp", "tp", "ep"],
 )
-def test_a_split_backward_pass_recomputes_a_block_once(
-    rehearsals: Rehearsals, overrides: str, mode: str
-) -> None:
+def test_a_split_backward_pass_recomputes_a_block_once(rehearsals, overrides, mode):
     """torch calls autograd for the inputs, and then again for every group of parameters."""
     typed = [*ZERO_BUBBLE, *overrides.split(), *f"activation_checkpoint={mode}".split()]
     found = rehearsed(rehearsals, *typed)
@@ -260,7 +257,7 @@ def test_a_split_backward_pass_recomputes_a_block_once(
         *(f"cluster.accelerator={name}" for name in ("A100 SXM 80GB", "H200 SXM", "B200")),
     ],
 )
-def test_compilation_and_other_gpus(rehearsals: Rehearsals, override: str) -> None:
+def test_compilation_and_other_gpus(rehearsals, override):
     found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", *override.split(","))
     check(found)
     [figures] = found.ranks
@@ -283,7 +280,7 @@ def test_compilation_and_other_gpus(rehearsals: Rehearsals, override: str) -> No
     ],
     ids=["ring", "float32", "mask"],
 )
-def test_memory_efficient_attention(rehearsals: Rehearsals, overrides: list[str]) -> None:
+def test_memory_efficient_attention(rehearsals, overrides):
     """Of float32, and of masks of half tiles: neither all scores of a head, nor cuDNN's gradients."""
     found = rehearsed(rehearsals, *overrides)
     check(found)
@@ -295,8 +292,8 @@ def test_memory_efficient_attention(rehearsals: Rehearsals, overrides: list[str]
 
 @pytest.mark.parametrize("local_batch_size", [1, 4])
 def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(
-    rehearsals: Rehearsals, local_batch_size: int
-) -> None:
+    rehearsals, local_batch_size
+):
     layout = [
         "parallelism=fsdp_tp",
         "compile=on",
@@ -323,9 +320,7 @@ def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(
 
 
 @pytest.mark.parametrize("local_batch_size", [1, 4])
-def test_a_single_sequence_is_split_without_copies(
-    rehearsals: Rehearsals, local_batch_size: int
-) -> None:
+def test_a_single_sequence_is_split_without_copies(rehearsals, local_batch_size):
     batch = f"training.global_batch_size={local_batch_size}"
     [figures] = rehearsed(rehearsals, *SMALL, "parallelism=tp", batch).ranks
     joined = sum(count for name, count in figures.kernels.items() if "CatArray" in name)
@@ -350,9 +345,7 @@ def test_a_single_sequence_is_split_without_copies(
     ],
     ids=["fsdp", "muon", "alone", "ring", "float8", "experts"],
 )
-def test_a_captured_step_is_launched_as_two_graphs(
-    rehearsals: Rehearsals, overrides: list[str]
-) -> None:
+def test_a_captured_step_is_launched_as_two_graphs(rehearsals, overrides):
     plain, captured = (
         rehearsed(rehearsals, *overrides, f"compile.cuda_graphs={graphs}")
         for graphs in ("false", "true")
@@ -370,9 +363,7 @@ def test_a_captured_step_is_launched_as_two_graphs(
 
 
 @pytest.mark.parametrize("broken", ["training.attention=varlen", "parallelism.cpu_offload=true"])
-def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(
-    rehearsals: Rehearsals, broken: str
-) -> None:
+def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(rehearsals, broken):
     typed = [
         *SMALL,
         "parallelism=fsdp",
@@ -387,7 +378,7 @@ def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(
     assert figures.failure is not None and "captur" in figures.failure.message
 
 
-def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals: Rehearsals) -> None:
+def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals):
     [figures] = rehearsed(
         rehearsals, "model=llama3_8b", "parallelism=fsdp", "cluster=slurm_h100", "training.seq_len=8192",
         "training.global_batch_size=32",
@@ -398,7 +389,7 @@ def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals: Rehearsals) 
     assert figures.failure.where.startswith(("model/", "train/", "parallelism/"))
 
 
-def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals: Rehearsals) -> None:
+def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals):
     shape = ["model=deepseek_v3_debug", "training.seq_len=2048", "training.global_batch_size=16"]
     shape += ["parallelism=fsdp_ep", "cluster=slurm_h100"]
     even, skewed = (
@@ -409,9 +400,7 @@ def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals: Rehearsa
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
 @pytest.mark.parametrize("precision", ["bf16", "float8_rowwise"])
-def test_a_rank_of_experts_without_rows(
-    rehearsals: Rehearsals, precision: str, compiled: str
-) -> None:
+def test_a_rank_of_experts_without_rows(rehearsals, precision, compiled):
     typed = [*MIXTURE, "parallelism=fsdp_ep", f"precision={precision}", f"compile={compiled}"]
     empty, even = (rehearsed(rehearsals, *typed, f"rehearse.skew={skew}") for skew in (-1.0, 0.0))
     check(empty, waits=EXPERTS)
@@ -421,7 +410,7 @@ def test_a_rank_of_experts_without_rows(
     )
 
 
-def test_every_rank_of_a_world_can_be_rehearsed(rehearsals: Rehearsals) -> None:
+def test_every_rank_of_a_world_can_be_rehearsed(rehearsals):
     """Ranks that hold equal shares do the same."""
     found = rehearsed(rehearsals, *SMALL, "parallelism=hsdp_tp", "rehearse.ranks=[0,3,7]")
     check(found)
@@ -440,9 +429,7 @@ HOUR = [
 
 
 @pytest.mark.parametrize(("section", "words"), HOUR)
-def test_the_first_hour_fits(
-    section: str, words: list[str], rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_hour_fits(section, words, rehearsals, monkeypatch):
     gpus = GPUS[section]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     nodes = ["cluster=slurm_h100", f"cluster.ranks_per_node={gpus.count(',') + 1}"]

@@ -65,7 +65,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("graphs", ["false", "true"])
-def test_a_run_saves_asynchronously_traces_and_resumes(graphs: str, tmp_path: Path) -> None:
+def test_a_run_saves_asynchronously_traces_and_resumes(graphs, tmp_path):
     watching = ["profiling=on", "profiling.interval=4", "profiling.memory_snapshot=true"]
     saving = [
         f"compile.cuda_graphs={graphs}",
@@ -111,9 +111,7 @@ def test_a_run_saves_asynchronously_traces_and_resumes(graphs: str, tmp_path: Pa
         "parallelism=fsdp_pp optimizer=muon",
     ],
 )
-def test_groups_are_made_in_one_order(
-    overrides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_are_made_in_one_order(overrides, tmp_path, monkeypatch):
     """Eight ranks split NCCL's communicators as on GPUs: ranks that do so in different orders would hang."""
     layout = ["parallelism.dp_shard=-1", "cluster.ranks_per_node=8", *overrides.split()]
     sizes = ["training.steps=1", "training.seq_len=64", "training.global_batch_size=8"]
@@ -125,7 +123,7 @@ def test_groups_are_made_in_one_order(
     assert (row["exit_reason"], row["step"], row["world_size"]) == ("completed", 1, 8)
 
 
-def test_formats_of_products(tmp_path: Path) -> None:
+def test_formats_of_products(tmp_path):
     alone = ["parallelism.dp_shard=1", "training.steps=2"]
     done = train(tmp_path / "tf32", *alone, "training.matmul_precision=high")
     assert done.returncode == 0 and "dense tf32" in done.stdout + done.stderr, done.stderr
@@ -135,7 +133,7 @@ def test_formats_of_products(tmp_path: Path) -> None:
     assert "compile=on" in done.stdout + done.stderr
 
 
-def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+def test_more_ranks_than_gpus_are_refused(tmp_path):
     done = train(tmp_path, gpus="0")
     assert done.returncode == EXIT_USER
     assert "the layout takes 2 ranks, one GPU each, and this machine has 1" in done.stderr
@@ -145,7 +143,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     assert "local rank 8 has no GPU" in done.stderr and "would work: cpu" in done.stderr
 
 
-def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> None:
+def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path):
     large = [
         "training.seq_len=8192",
         "training.local_batch_size=256",
@@ -169,7 +167,7 @@ def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> No
         "parallelism=fsdp_tp parallelism.tp=2 validation.interval=2",
     ],
 )
-def test_mixtures_of_scheduled_sizes(tmp_path: Path, overrides: str) -> None:
+def test_mixtures_of_scheduled_sizes(tmp_path, overrides):
     """Losses of sources are added up on the device; each length has its own executor, kernels and stages."""
     source = "{kind: local, paths: ['{stdlib}/json/*.py'], validation_fraction: 0.5}"
     sources = [
@@ -196,7 +194,7 @@ def test_mixtures_of_scheduled_sizes(tmp_path: Path, overrides: str) -> None:
     assert {"valid_tokens.web", "epochs.code"} <= steps[-1].keys()
 
 
-def test_flex_attention_of_many_lengths_is_compiled(tmp_path: Path) -> None:
+def test_flex_attention_of_many_lengths_is_compiled(tmp_path):
     """Two masks, with gradients and without, for each length; torch's limit is eight graphs of a function."""
     lengths = [
         "training.seq_len=128",
@@ -214,7 +212,7 @@ def test_flex_attention_of_many_lengths_is_compiled(tmp_path: Path) -> None:
     assert result(tmp_path)["recompiles"] == 0
 
 
-def test_conversations(tmp_path: Path) -> None:
+def test_conversations(tmp_path):
     """Packed conversations; the kernel of varlen needs lengths that a virtual GPU does not compute."""
     file = tmp_path / "a.jsonl"
     turns = [
@@ -241,7 +239,7 @@ def test_conversations(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_the_doctor_looks_at_gpus() -> None:
+def test_the_doctor_looks_at_gpus():
     """Its numbers mean nothing here; each check runs to its end."""
     variables = environment(library()) | {"CUDA_VISIBLE_DEVICES": "0,1"}
     command = [sys.executable, "-m", "harness", "doctor", "precision=float8_tensorwise", "--json"]
@@ -255,7 +253,7 @@ def test_the_doctor_looks_at_gpus() -> None:
     assert found["attention"]["found"].startswith("bfloat16 takes CUDNN_ATTENTION")
 
 
-def test_tests_of_a_gpu_whose_values_do_not_matter() -> None:
+def test_tests_of_a_gpu_whose_values_do_not_matter():
     """By flash attention: the library has no cuDNN."""
     run = "import pytest, sys, torch; torch.backends.cuda.enable_cudnn_sdp(False); sys.exit(pytest.main())"
     variables = environment(library()) | {"CUDA_VISIBLE_DEVICES": "0"}
