@@ -42,13 +42,13 @@ BUDGETS = {
     "weights": 20_800,
     "train": 24_000,
     "compose": 19_700,
-    "launch": 30_200,
+    "launch": 29_990,
     "tools": 104_100,
     "contrib": 30_900,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 381_500
-TESTS_AT_MOST = 274_700
+HARNESS_AT_MOST = 381_290
+TESTS_AT_MOST = 274_690
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {

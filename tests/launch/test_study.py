@@ -173,7 +173,8 @@ def test_a_finished_study_runs_nothing_and_another_one_needs_another_name(study)
         assert study(*typed, more) == EXIT_OK
         assert len(study.trials) == 2 and len(study.started) == len(set(study.started))
     with pytest.raises(
-        UserError, match=r"without minimize loss, with maximize mfu, with training\.steps=7;"
+        UserError,
+        match=r"differs in maximize mfu, minimize loss, training\.steps=7; would work: another name",
     ):
         study(*typed, "training.steps=7", "sweep.objective=mfu")
     with pytest.raises(UserError, match=r"sweep=optuna: CategoricalDistribution does not support"):
@@ -188,9 +189,7 @@ def test_nothing_valid_can_be_corrected(study):
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
 
 
-def test_a_failure_ends_the_study_or_has_a_value(study):
-    with pytest.raises(UserError, match=r"too hot; would work: sweep\.max_failure_rate=1"):
-        study("optimizer.lr=0.05,0.02", "sweep.max_failure_rate=0")
+def test_a_failure_may_have_a_value(study):
     assert study("optimizer.lr=0.05,0.02", "sweep.n_trials=2", "sweep.failed=50") == 1
     assert study.trials[-1].values == [50.0]
 

@@ -30,6 +30,7 @@ from harness.launch.sweep.folder import (
     Skipped,
     SweepFolder,
     check_swept,
+    labels,
     override_key,
     run_dir_of,
     sets_label,
@@ -72,7 +73,6 @@ class StudySettings:
         objective: column of ``result.json`` to optimize.
         direction: of the objective; None: the one in which it improves.
         failed: value of failed and invalid points; None reports them as failed.
-        max_failure_rate: share of a batch that may fail before the study ends.
         sampler: a key of ``SAMPLERS``.
         seed: of the sampler.
         sampler_options: more arguments of Optuna's sampler.
@@ -83,7 +83,6 @@ class StudySettings:
     objective: str = label("loss")
     direction: str | None = label(None, choices=DIRECTIONS)
     failed: float | None = label(None)
-    max_failure_rate: float = label(1.0, least=0, most=1)
     sampler: str = label("tpe", choices=tuple(SAMPLERS))
     seed: int | None = label(None, least=0)
     sampler_options: dict[str, Any] = field(default_factory=dict, metadata={"role": "label"})
@@ -152,13 +151,11 @@ def _start_record(folder: SweepFolder, record: StudyRecord) -> None:
     earlier = StudyRecord.read(folder.path)
     if earlier is not None and not earlier.is_same(record):
         if folder.points():
-            now = [record.describe(), *record.shared]
-            then = [earlier.describe(), *earlier.shared]
-            others = [f"without {typed}" for typed in then if typed not in now]
-            others += [f"with {typed}" for typed in now if typed not in then]
+            now = {record.describe(), *record.shared}
+            then = {earlier.describe(), *earlier.shared}
             raise UserError(
-                f"{folder.path}: has points of another study, this one is {', '.join(others)}; would work: "
-                "another name=NAME"
+                f"{folder.path}: has points of another study, which differs in "
+                f"{', '.join(sorted(now ^ then))}; would work: another name=NAME"
             )
         (folder.path / STORE).unlink(missing_ok=True)
     record.write(folder.path)
@@ -216,21 +213,14 @@ class Study:
                 [self.compose(self._overrides(trial.params)) for trial in batch]
             )
             for trial, value in zip(batch, values, strict=True):
-                if isinstance(value, PointFailedError):
-                    stored.tell(trial.number, state=TrialState.FAIL)
-                else:
+                if not isinstance(value, PointFailedError):
                     stored.tell(trial.number, value)
+                elif self.settings.failed is not None:
+                    stored.tell(trial.number, self.settings.failed)
+                else:
+                    stored.tell(trial.number, state=TrialState.FAIL)
             left -= size
             self._done += size
-            failed = [value for value in values if isinstance(value, PointFailedError)]
-            if len(failed) > self.settings.max_failure_rate * size:
-                works = (
-                    f"{SETTINGS}max_failure_rate=1, or {SETTINGS}failed=VALUE, the value of a failed "
-                    "point"
-                )
-                raise UserError(
-                    f"sweep=optuna: ends at a failed point: {failed[0]}; would work: {works}"
-                )
 
     def show(self) -> int:
         """Print the table of all points and the best of them; return the exit code."""
@@ -302,65 +292,42 @@ class Study:
         ]
         self.folder.add(points, skipped)
         here = self._submit(points, len(batch))
-        values: dict[int, float | PointFailedError] = {}
-        busy: dict[int, Point] = {}
-
-        def keep(index: int, value: float | PointFailedError) -> None:
-            values[index] = value
-            shown = value if isinstance(value, PointFailedError) else self.record.format(value)
-            sys.stderr.write(f"{self._number(index)} {shown}\n")
-
         for index, composed in enumerate(batch):
             chosen = [typed for typed in composed.overrides if override_key(typed) in self._axes]
             sys.stderr.write(f"{self._number(index)} {' '.join(chosen)}\n")
-            if composed.job is None:
-                keep(index, PointFailedError(f"not a valid job: {composed.reason}"))
-                continue
-            run_dir = run_dir_of(composed.job, self._swept)
-            # Once, if the batch has it twice.
-            if run_dir in here and run_point(here.pop(run_dir)) in STOPPED:
+        for point in here:
+            if run_point(point) in STOPPED:
                 raise KeyboardInterrupt
-            value = self._value(run_dir)
-            if value is None:
-                busy[index] = Point(composed.job.id, run_dir, composed.overrides)
-            else:
-                keep(index, value)
-        while busy:
-            if follow_points(list(busy.values()), [self._number(index) for index in busy]):
-                raise KeyboardInterrupt
-            for index, point in list(busy.items()):
-                value = self._value(point.run_dir)
-                if value is not None:
-                    keep(index, value)
-                    del busy[index]
-        known = [values[index] for index in range(len(batch))]
-        if self.settings.failed is None:
-            return known
-        return [
-            self.settings.failed if isinstance(value, PointFailedError) else value
-            for value in known
-        ]
+        seen = states_of(points)
+        busy = [point for point, each in zip(points, seen, strict=True) if each.state in BUSY]
+        if busy and follow_points(busy, labels([point.overrides for point in busy])):
+            raise KeyboardInterrupt
+        values = [self._value(composed) for composed in batch]
+        for index, value in enumerate(values):
+            shown = value if isinstance(value, PointFailedError) else self.record.format(value)
+            sys.stderr.write(f"{self._number(index)} {shown}\n")
+        return values
 
-    def _submit(self, points: Sequence[Point], batch: int) -> dict[Path, Point]:
-        """Submit the points that need it to SLURM; return those to run here, by run folder."""
+    def _submit(self, points: Sequence[Point], batch: int) -> list[Point]:
+        """Submit the points that need it to SLURM; return those to run here."""
         fresh = [point for point in points if point.run_dir not in self._tried]
         selection = Selection.of(self.folder, fresh, states_of(fresh))
         self._tried |= {point.run_dir for point in selection.wanted}
         if selection.remote:
-            if (
-                not self._is_confirmed
-            ):  # once, for the cost of all points, estimated by the first batch
+            if not self._is_confirmed:
+                # Once, for the cost of all points, estimated by the first batch.
                 batches = math.ceil((self.settings.n_trials - self._done) / batch)
                 confirm([point.job for point in selection.remote] * batches)
                 self._is_confirmed = True
             selection.submit()
-        return {point.run_dir: point for point in selection.wanted if point not in selection.remote}
+        return [point for point in selection.wanted if point not in selection.remote]
 
-    def _value(self, run_dir: Path) -> float | PointFailedError | None:
-        """Return the value of a run, or its failure; None while it is pending or running."""
-        [seen] = states_of([Point(run_dir.name, run_dir, [])])
-        if seen.state in BUSY:
-            return None
+    def _value(self, composed: Composed) -> float | PointFailedError:
+        """Return the value of a point that has ended, or its failure."""
+        if composed.job is None:
+            return PointFailedError(f"not a valid job: {composed.reason}")
+        run_dir = run_dir_of(composed.job, self._swept)
+        [seen] = states_of([Point(composed.job.id, run_dir, composed.overrides)])
         if seen.state != "completed":
             return PointFailedError(f"{seen.state}: {seen.about}")
         try:
