@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of tokens. They go down with every deletion.
 BUDGETS = {
     "util": 8_150,
-    "config": 28_750,
+    "config": 28_490,
     "data": 32_200,
     "model": 18_700,
     "metrics": 7_600,
@@ -38,7 +38,7 @@ BUDGETS = {
     "precision": 3_430,
     "parallelism": 18_600,
     "optimizer": 9_300,
-    "checkpoint": 14_600,
+    "checkpoint": 14_120,
     "weights": 20_800,
     "train": 24_000,
     "compose": 19_700,
@@ -47,8 +47,8 @@ BUDGETS = {
     "contrib": 30_900,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 381_290
-TESTS_AT_MOST = 274_690
+HARNESS_AT_MOST = 380_550
+TESTS_AT_MOST = 274_670
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {

@@ -18,7 +18,7 @@ from harness.checkpoint.catalog import (
     is_url,
     open_checkpoint,
 )
-from harness.config.fields import EXECUTION, LABEL, NUMERICS, REMOVED, leaves
+from harness.config.fields import EXECUTION, NUMERICS, REMOVED, leaves
 from harness.config.job import Job
 from harness.run.folder import RunFolder, run_folders
 from harness.util.encoding import flat_items, read_object
@@ -242,7 +242,7 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
     names = [name for name, value in own.items() if name in saved and saved[name] != value]
     for removed in REMOVED:
         is_other = removed.name in saved and saved[removed.name] != removed.value
-        if is_other and removed.role not in (LABEL, EXECUTION):
+        if is_other and removed.role != EXECUTION:
             names.append(removed.name)
     for name in _MAPPINGS if "data" in (checkpoint.job or {}) else ():
         names += sorted(_keys(name, own) ^ _keys(name, saved))

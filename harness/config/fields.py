@@ -47,8 +47,7 @@ LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38
 """Maximum of float32, in which a job's numbers are used."""
 LONGEST_NAME = 255
-LONGEST_PATH = 4095
-"""Most bytes of a name and of a path in a file system of Linux."""
+"""Most bytes of a name in a file system of Linux."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,14 +279,6 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
         problem = "must be non-empty"
     elif "://" in value:
         problem = "is not a local path"
-    # Some files are written under a longer name first.
-    elif len(os.fsencode(path)) > LONGEST_PATH or any(
-        len(os.fsencode(part)) > LONGEST_NAME
-        for part in (*path.parent.parts, f"{path.name}{'.' * 40}")
-    ):
-        problem = (
-            f"is too long: a name has at most {LONGEST_NAME - 40} bytes, a path {LONGEST_PATH}"
-        )
     elif file := next(filter(_is_file, path.parents), None):
         problem = f"{file} is not a folder"
     elif kind == "folder" and _is_file(path):
@@ -394,10 +385,9 @@ def from_dict(
 
 
 class Removed(NamedTuple):
-    """A field of an earlier version.
+    """A field of an earlier version that was no label.
 
-    Files written then may hold it: a label with any value, others with their default. Ids still cover
-    that default.
+    Files written then may hold it with its default. Ids still cover that default.
     """
 
     name: str
@@ -405,57 +395,34 @@ class Removed(NamedTuple):
     """The leaf field that stood before it: an id depends on the order. Rows that share it stand
     together."""
     role: str
-    """Its role; empty for a field that is no label and whose default no id has covered."""
+    """Its role; empty if no id has covered its default."""
     value: Any
     """Its default."""
 
 
-REMOVED: tuple[Removed, ...] = (
-    Removed(
-        "cluster.hardware.tf32_tflops", after="cluster.hardware.half_tflops", role=LABEL, value=None
-    ),
-    Removed(
-        "cluster.hardware.mxfp8_tflops",
-        after="cluster.hardware.float8_tflops",
-        role=LABEL,
-        value=None,
-    ),
-    Removed("cluster.hardware.link", after="cluster.hardware.memory_tb_s", role=LABEL, value=None),
-    Removed("cluster.hardware.power_w", after="cluster.hardware.units", role=LABEL, value=None),
-    Removed(
-        "cluster.hardware.achieved_half", after="cluster.hardware.units", role=LABEL, value=None
-    ),
-    Removed(
-        "cluster.hardware.achieved_float8", after="cluster.hardware.units", role=LABEL, value=None
-    ),
-    Removed(
-        "cluster.hardware.achieved_attention",
-        after="cluster.hardware.units",
-        role=LABEL,
-        value=None,
-    ),
-    Removed("cluster.leaf_nodes", after="cluster.link_nodes", role=LABEL, value=None),
-    Removed("cluster.oversubscription", after="cluster.link_nodes", role=LABEL, value=None),
-    Removed("cluster.pue", after="cluster.dollars_per_gpu_hour", role=LABEL, value=None),
-    Removed("optimizer.newton_schulz_steps", after="optimizer.momentum", role="", value=5),
-    Removed(
-        "optimizer.newton_schulz_half", after="optimizer.newton_schulz_dtype", role="", value=False
-    ),
-    Removed(
-        "optimizer.in_backward", after="optimizer.implementation", role="execution", value=False
-    ),
-    Removed("evaluation.tasks", after="evaluation.interval", role=LABEL, value=["data"]),
-    Removed(
-        "optimizer.decay_vectors", after="optimizer.weight_decay", role="numerics", value=False
-    ),
-    Removed(
-        "optimizer.decay_embeddings", after="optimizer.weight_decay", role="numerics", value=True
-    ),
-    Removed("debug.max_skipped_steps", after="debug.non_finite", role="numerics", value=10),
-    Removed(
-        "cluster.stop_timeout_seconds", after="cluster.start_timeout_seconds", role=LABEL, value=300
-    ),
+REMOVED = (
+    Removed("optimizer.newton_schulz_steps", "optimizer.momentum", "", 5),
+    Removed("optimizer.newton_schulz_half", "optimizer.newton_schulz_dtype", "", False),
+    Removed("optimizer.in_backward", "optimizer.implementation", EXECUTION, False),
+    Removed("optimizer.decay_vectors", "optimizer.weight_decay", NUMERICS, False),
+    Removed("optimizer.decay_embeddings", "optimizer.weight_decay", NUMERICS, True),
+    Removed("debug.max_skipped_steps", "debug.non_finite", NUMERICS, 10),
 )
+REMOVED_LABELS = (
+    "cluster.hardware.tf32_tflops",
+    "cluster.hardware.mxfp8_tflops",
+    "cluster.hardware.link",
+    "cluster.hardware.power_w",
+    "cluster.hardware.achieved_half",
+    "cluster.hardware.achieved_float8",
+    "cluster.hardware.achieved_attention",
+    "cluster.leaf_nodes",
+    "cluster.oversubscription",
+    "cluster.pue",
+    "cluster.stop_timeout_seconds",
+    "evaluation.tasks",
+)
+"""Labels of an earlier version. Files written then may hold them with any value."""
 REMOVED_AFTER = {
     after: list(removed)
     for after, removed in itertools.groupby(REMOVED, key=lambda removed: removed.after)
@@ -470,7 +437,7 @@ def _is_removed(name: str, value: Any) -> bool:
     if value in REMOVED_VALUES.get(name, ()):
         return True
     removed = _REMOVED_BY_NAME.get(name)
-    return removed is not None and (removed.role == LABEL or removed.value == value)
+    return name in REMOVED_LABELS or (removed is not None and removed.value == value)
 
 
 def no_such_field(
@@ -481,7 +448,7 @@ def no_such_field(
     whole: str = "the job",
 ) -> str:
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
-    if prefix + name in _REMOVED_BY_NAME:
+    if prefix + name in (*_REMOVED_BY_NAME, *REMOVED_LABELS):
         return "was removed; CHANGELOG.md says what takes its place"
     # First the namesakes: steps is no sweep.
     close = [namesake for namesake in namesakes if not prefix and namesake.endswith(f".{name}")]
