@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 from harness.compose.override import QUOTED
-from harness.compose.overrides import check_setting
 from harness.config.failures import chain_of
 from harness.util.errors import UserError
 
@@ -74,14 +73,6 @@ def to_user_error(error: BaseException) -> UserError:
                 return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
             key = "" if cause.full_key is None else str(cause.full_key)
             return UserError(f"{key}: {text}" if key and key not in text else text)
-    if text.startswith("Could not override '") and "No match in the defaults list" in text:
-        group = _after(text, "'", "'")
-        works = _after(text + ";", "use ", ";")
-        if group.startswith("hydra/"):
-            check_setting(group, f"{group} in a file of the job")
-        return UserError(
-            f"{group}: the primary config does not list this group; would work: {works}"
-        )
     if text.startswith("Multiple values for "):
         group = _after(text, "Multiple values for ", ".")
         works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"

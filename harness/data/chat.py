@@ -90,7 +90,7 @@ class Conversations(LocalFiles):
         for number, row in enumerate(rows, start=1):
             yield self.document_of(row, f"{file}, row {number}{group}")
 
-    def document_of(self, row: dict[str, Any], where: object) -> str:
+    def document_of(self, row: dict[str, Any], where: str) -> str:
         field = self.config.messages_field
         if field not in row:
             raise DataError(
@@ -104,7 +104,7 @@ class Conversations(LocalFiles):
         messages = [
             message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)
         ]
-        text = json.dumps([str(where), messages, tools], ensure_ascii=False)
+        text = json.dumps([where, messages, tools], ensure_ascii=False)
         if bad := HALF_PAIR.search(text):
             raise DataError(f"{where}: has U+{ord(bad[0]):04X}, which is not a character")
         return text

@@ -21,9 +21,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, Protocol
 
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
@@ -177,33 +177,6 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {
     ".xz": lzma.open,
     ".zst": _open_zstd,
 }
-
-
-class FileLine(NamedTuple):
-    """A line in an error message; its number in the file is counted when the message is made."""
-
-    file: Path
-    begin: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.file}, line {_lines_before(self.file, self.begin) + self.number + 1}"
-
-
-@cache
-def _lines_before(file: Path, begin: int) -> int:
-    if not begin:
-        return 0
-    lines = 1
-    position = 0
-    with file.open("rb") as content:
-        # A newline at begin - 1 ends a line; the next one begins at `begin`.
-        while position < begin - 1 and (
-            block := content.read(min(_BLOCK_BYTES, begin - 1 - position))
-        ):
-            lines += block.count(b"\n")
-            position += len(block)
-    return lines
 
 
 def skip_to_line(lines: IO[bytes], begin: int) -> int:
@@ -384,7 +357,7 @@ class LocalFiles(Source):
         errors = "strict" if position is None else "replace"
         yield LongText(partial(read_in_parts, file, errors))
 
-    def document_of(self, row: dict[str, Any], where: object) -> str:
+    def document_of(self, row: dict[str, Any], where: str) -> str:
         """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
         return text_of_row(row, self.config.text_field, where)
 
@@ -396,10 +369,11 @@ class LocalFiles(Source):
         """Yield the document of each line that begins in a span."""
         with open_file(file) as lines:
             offset = skip_to_line(lines, span.begin) if span.begin else 0
+            after = f" after byte {offset}" if offset else ""
             for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b"")):
                 if span.end is not None and offset >= span.end:
                     return
-                where = FileLine(file, span.begin, number)
+                where = f"{file}, line {number + 1}{after}"
                 start = offset
                 offset += len(line)
                 if len(line) > LONGEST_LINE:
@@ -418,7 +392,7 @@ class LocalFiles(Source):
                         raise DataError(f"{where}: not a JSON object ({error}); {works}") from error
                     yield self.document_of(row, where)
 
-    def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
+    def _decoded(self, content: bytes, where: str, start: int = 0) -> str:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -426,7 +400,7 @@ class LocalFiles(Source):
             self._count_damage(where, f"{byte} of the file" if start else byte)
         return content.decode("utf-8", "replace")
 
-    def _count_damage(self, where: object, byte: str) -> None:
+    def _count_damage(self, where: str, byte: str) -> None:
         """Count a document that is not UTF-8, if it may be repaired."""
         if self.config.encoding_errors == "strict":
             raise DataError(
@@ -488,7 +462,7 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def text_of_row(row: dict[str, Any], field: str, where: object) -> str:
+def text_of_row(row: dict[str, Any], field: str, where: str) -> str:
     """Text of a row; null is an empty document."""
     if field not in row:
         raise DataError(f"{where}: no field {field!r} among {list_names(row)}; set data.text_field")

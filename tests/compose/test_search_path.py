@@ -119,7 +119,7 @@ def test_options_are_listed_and_checked(own):
         ("ablatoin=a", r"^ablatoin=a: no such field; did you mean ablation\?"),
         (
             "ablation=a",
-            r"^ablation: the primary config does not list this group; would work: \+ablation=a",
+            r"^Could not override 'ablation'\. .* use \+ablation=a",
         ),
         ("+model=mine", "^\\+model=mine: a group is chosen without"),
     ):

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_a_larger_fraction_holds_out_the_same_documents_and_more():
 
 @pytest.mark.parametrize("wrong", [0, 1, 4, 8])
 @pytest.mark.parametrize("unit_bytes", [1, 30, 1000])
-def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(wrong, unit_bytes):
+def test_an_error_names_the_line_or_the_line_after_a_byte(wrong, unit_bytes):
     lines = [json.dumps({"text": "x" * i}).encode() for i in range(9)]
     for content, says in (
         (b"no JSON", "not a JSON object"),
@@ -119,9 +120,13 @@ def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(wrong, unit_
     ):
         Path("a.jsonl").write_bytes(b"\n".join([*lines[:wrong], content, *lines[wrong + 1 :]]))
         source = LocalFiles(DataConfig(paths=["a.jsonl"]), "train")
-        with pytest.raises(DataError, match=rf"a\.jsonl, line {wrong + 1}: {says}"):
+        with pytest.raises(DataError, match=rf"a\.jsonl, line .*: {says}") as raised:
             for span in source.spans(unit_bytes):
                 list(source.read(span))
+        place = re.search(r"line (\d+)(?: after byte (\d+))?:", str(raised.value))
+        assert place is not None
+        before = Path("a.jsonl").read_bytes()[: int(place[2] or 0)]
+        assert before.count(b"\n") + int(place[1]) == wrong + 1
 
 
 @pytest.mark.parametrize(
