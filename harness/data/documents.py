@@ -363,7 +363,7 @@ class LocalFiles(Source):
 
     def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
         for row in read_columns(file, span, self.config.text_field, setting="data.text_field"):
-            yield self.document_of(row, file)
+            yield self.document_of(row, str(file))
 
     def read_jsonl(self, file: Path, span: Span) -> Iterator[str]:
         """Yield the document of each line that begins in a span."""
