@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from families_table import PLAIN, changed, set_fields
 from jobs import tiny
+from plain_llama import frequencies, logits
 from torch import Tensor
 
 from harness.compose.resolve import resolve
@@ -18,6 +19,7 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.config.optimizer import KINDS, LR_SCALES, OptimizerConfig, lr_scale
+from harness.data.tokenizer import build_tokenizer
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings
 from harness.optimizer.settings import check_mup, tensor_settings
@@ -43,50 +45,13 @@ def wider(factor: int, head_dim: int = 8, **fields: Any) -> ModelConfig:
 def published(
     parameters: dict[str, Tensor], tokens: Tensor, config: ModelConfig, factor: int
 ) -> Tensor:
-    """Logits of a Llama in muP, written from the tables of arXiv:2203.03466: scores / d, logits / fan_in.
+    """Logits of a Llama in muP, by the tables of arXiv:2203.03466: scores / d, logits / fan_in.
 
     d and fan_in are relative to those of the base model, whose scores have the factor 1 / sqrt(8).
     """
-    heads, groups, width = config.n_heads, config.n_heads // config.n_kv_heads, config.head_width
-    x = parameters["tok_embeddings.weight"][tokens]
-    length = tokens.shape[1]
-    angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width))
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-
-    def rotated(y: Tensor) -> Tensor:
-        first, second = y.chunk(2, dim=-1)
-        turned = torch.complex(first, second) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def normed(y: Tensor, name: str) -> Tensor:
-        return (
-            y
-            / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
-            * parameters[f"{name}.weight"]
-        )
-
-    future = torch.ones(length, length).triu(1).bool()
-    for layer in range(config.n_layers):
-        name = f"layers.{layer}"
-        y = normed(x, f"{name}.attention_norm")
-        q, k, v = (
-            (y @ parameters[f"{name}.attention.{w}.weight"].T).unflatten(-1, (-1, width))
-            for w in ("wq", "wk", "wv")
-        )
-        q, k, v = (
-            rotated(q),
-            rotated(k).repeat_interleave(groups, 2),
-            v.repeat_interleave(groups, 2),
-        )
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (math.sqrt(8) / width)
-        weights = scores.masked_fill(future, -math.inf).softmax(-1)
-        y = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*tokens.shape, heads * width)
-        x = x + y @ parameters[f"{name}.attention.wo.weight"].T
-        y, ffn = normed(x, f"{name}.ffn_norm"), f"{name}.feed_forward"
-        gate, up = (y @ parameters[f"{ffn}.{w}.weight"].T for w in ("w1", "w3"))
-        x = x + (F.silu(gate) * up) @ parameters[f"{ffn}.w2.weight"].T
-    table = parameters["tok_embeddings.weight" if config.tied_embeddings else "output.weight"]
-    return normed(x, "norm") @ table.T / factor
+    width = config.head_width
+    of_pairs, scale = frequencies(10000.0, width), math.sqrt(8) / width
+    return logits(parameters, tokens, config.n_layers, of_pairs, scale=scale) / factor
 
 
 LR, DECAY, EPS, BETAS = 0.01, 0.3, 1e-6, (0.9, 0.95)
@@ -109,7 +74,7 @@ def test_two_steps_are_those_of_the_published_tables(factor, head_dim, tied):
     set_up_process(job)
     with process_group(job, HOST):
         engine = Engine(job, HOST)
-        loader = loader_of(job, _tokenizer(job), engine.rows)
+        loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
         ours = dict(engine.named_parameters())
         theirs = {name: value.detach().clone().requires_grad_() for name, value in ours.items()}
         groups = []
@@ -125,8 +90,8 @@ def test_two_steps_are_those_of_the_published_tables(factor, head_dim, tied):
         for _ in range(2):
             batch = loader.next()
             outcome = engine.gradients(batch)
-            logits = published(theirs, batch.inputs_BT, model, factor)
-            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels_BT.flatten())
+            found = published(theirs, batch.inputs_BT, model, factor)
+            loss = F.cross_entropy(found.flatten(0, 1), batch.labels_BT.flatten())
             adam.zero_grad()
             loss.backward()
             assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
@@ -138,12 +103,6 @@ def test_two_steps_are_those_of_the_published_tables(factor, head_dim, tied):
             adam.step()
             for name, value in theirs.items():
                 torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-5, msg=name)
-
-
-def _tokenizer(job: Job) -> Any:
-    from harness.data.tokenizer import build_tokenizer
-
-    return build_tokenizer(job.tokenizer)
 
 
 @pytest.mark.parametrize("factor", [1, 4])

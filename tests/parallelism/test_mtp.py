@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
+from plain_llama import block, frequencies, hidden, norm
 from torch import Tensor
 
 from harness.compose.composer import compose_job
@@ -27,39 +27,11 @@ SMALL = [
     *("cluster.device=cpu", "model.mtp.loss_weight=0.7"),
 ]
 WEIGHT = 0.7
+HEADS = 8
 
 
 def job_of(*overrides: str) -> Job:
     return compose_job([*SMALL, *overrides])
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-
-
-def block(w: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
-    """A Llama block with 8 query heads and 4 key and value heads."""
-    heads, length = 8, x.shape[1]
-    h = norm(x, w[f"{prefix}.attention_norm.weight"])
-    q, k, v = (
-        (h @ w[f"{prefix}.attention.{name}.weight"].T)
-        .unflatten(-1, (-1, x.shape[-1] // heads))
-        .transpose(1, 2)
-        for name in ("wq", "wk", "wv")
-    )
-    width = q.shape[-1]
-    angles = torch.arange(length).outer(500000.0 ** (-torch.arange(0, width, 2) / width))
-    turn = torch.polar(torch.ones_like(angles), angles)
-    q, k = (torch.complex(*each.chunk(2, -1)) * turn for each in (q, k))
-    q, k = (torch.cat((each.real, each.imag), -1) for each in (q, k))
-    k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
-    scores = q @ k.transpose(-1, -2) / width**0.5
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-    out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-    x = x + out @ w[f"{prefix}.attention.wo.weight"].T
-    h = norm(x, w[f"{prefix}.ffn_norm.weight"])
-    w1, w2, w3 = (w[f"{prefix}.feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
-    return x + (F.silu(h @ w1.T) * (h @ w3.T)) @ w2.T
 
 
 def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +44,8 @@ def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple
     """
     table = w["tok_embeddings.weight"]
     head = w.get("output.weight", table)
-    h = table[tokens[:, :-1]]
-    for layer in range(2):
-        h = block(w, f"layers.{layer}", h)
+    of_pairs = frequencies(500000.0, w["layers.0.attention.wq.weight"].shape[0] // HEADS)
+    h = hidden(w, tokens[:, :-1], 2, of_pairs)
 
     def loss(stream: Tensor, ahead: int) -> Tensor:
         losses = (
@@ -88,7 +59,8 @@ def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple
     # Positions i of T - 1: those for which tokens i + 1 and i + 2 exist.
     first = norm(h[:, :-1], w["mtp.hidden_norm.weight"])
     second = norm(table[tokens[:, 1:-1]], w["mtp.embedding_norm.weight"])
-    further = block(w, "mtp.block", torch.cat((second, first), -1) @ w["mtp.proj.weight"].T)
+    joined = torch.cat((second, first), -1) @ w["mtp.proj.weight"].T
+    further = block(w, "mtp.block", joined, of_pairs)
     return loss(norm(h, w["norm.weight"]), 1), loss(norm(further, w["mtp.norm.weight"]), 2)
 
 

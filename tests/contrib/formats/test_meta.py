@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conversions import consolidated, save_meta
 from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
+from plain_llama import frequencies, logits
 from torch import Tensor
 
 from harness.config.model import ModelConfig
@@ -37,14 +37,14 @@ def meta_weights(config: ModelConfig) -> dict[str, Tensor]:
 
 def meta_frequencies(config: ModelConfig) -> Tensor:
     """precompute_freqs_cis and apply_scaling of meta-llama/llama-models, models/llama3/model.py."""
-    D, rope = config.head_width, config.rope
-    frequencies = 1.0 / (rope.theta ** (torch.arange(0, D, 2)[: D // 2].float() / D))
+    rope = config.rope
+    own = frequencies(rope.theta, config.head_width)
     if rope.scaling == "none":
-        return frequencies
+        return own
     low_wavelength = rope.original_max_position / rope.low_freq_factor
     high_wavelength = rope.original_max_position / rope.high_freq_factor
     scaled = []
-    for frequency in frequencies:
+    for frequency in own:
         wavelength = 2 * math.pi / frequency
         if wavelength < high_wavelength:
             scaled.append(frequency)
@@ -60,36 +60,7 @@ def meta_frequencies(config: ModelConfig) -> Tensor:
 
 def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) -> Tensor:
     """The forward pass of Meta's reference code."""
-    B, T = tokens.shape
-    H, K, D = config.n_heads, config.n_kv_heads, config.head_width
-    angles = torch.outer(torch.arange(T).float(), meta_frequencies(config))
-    turns = torch.polar(torch.ones_like(angles), angles)[None, :, None, :]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return (
-            x
-            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps)
-            * weights[f"{name}.weight"]
-        )
-
-    def rotated(x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turns).flatten(3)
-
-    mask = torch.full((T, T), -math.inf).triu(1)
-    x = F.embedding(tokens, weights["tok_embeddings.weight"])
-    for layer in range(config.n_layers):
-        w = {name: weights[f"layers.{layer}.attention.w{name}.weight"] for name in "qkvo"}
-        h = norm(x, f"layers.{layer}.attention_norm")
-        q = rotated((h @ w["q"].T).view(B, T, H, D))
-        k = rotated((h @ w["k"].T).view(B, T, K, D)).repeat_interleave(H // K, dim=2)
-        v = (h @ w["v"].T).view(B, T, K, D).repeat_interleave(H // K, dim=2)
-        scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D) + mask
-        x = x + torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).reshape(B, T, -1) @ w["o"].T
-        h = norm(x, f"layers.{layer}.ffn_norm")
-        f = {i: weights[f"layers.{layer}.feed_forward.w{i}.weight"] for i in (1, 2, 3)}
-        x = x + (F.silu(h @ f[1].T) * (h @ f[3].T)) @ f[2].T
-    return norm(x, "norm") @ weights["output.weight"].T
+    return logits(weights, tokens, config.n_layers, meta_frequencies(config), interleaved=True)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
