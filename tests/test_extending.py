@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from one_line import one_line
 from plugins import install
 from processes import python, until
 
@@ -232,9 +233,7 @@ def test_without_the_package_a_job_is_refused_and_a_run_can_be_read(trained):
     job = Job.read(trained / "job.json")
     assert job.id == trained.name
     rule = "no installed package adds this name (entry points of group harness.block)"
-    with pytest.raises(
-        ConfigError, match=re.escape(f"model.block=relu2: {rule}; would work: pre_norm, or ")
-    ):
+    with one_line(ConfigError, re.escape(f"model.block=relu2: {rule}; would work: pre_norm, or ")):
         tensor_shapes(job.model)
     done = python("-m", "harness", "sweep", "status", str(trained))
     assert done.returncode == 0 and "completed" in done.stdout
@@ -245,9 +244,7 @@ def test_a_package_without_its_configurations_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     paths.folders_of_packages.cache_clear()
     try:
-        with pytest.raises(
-            UserError, match=r"^the package no_conf names the folder no_conf\.conf in group "
-        ):
+        with one_line(UserError, r"^the package no_conf names the folder no_conf\.conf in group "):
             paths.folders_of_packages()
     finally:
         paths.folders_of_packages.cache_clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_line import one_line
 
 from harness.compose.composer import compose_job, compose_points
 from harness.compose.hydra import search_path, shadowed
@@ -78,7 +79,7 @@ def test_a_primary_config_names_its_search_path(own, tmp_path, monkeypatch):
     # The command line wins, as in Hydra.
     with (
         search_path(["hydra.searchpath=[]"], "from_primary", folders=[str(folder)]) as typed,
-        pytest.raises(UserError, match=r"^model=mine: no such option; options: "),
+        one_line(UserError, r"^model=mine: no such option; options: "),
     ):
         compose_job([*typed, *VALID], config_name="from_primary")
 
@@ -123,7 +124,7 @@ def test_options_are_listed_and_checked(own):
         ),
         ("+model=mine", "^\\+model=mine: a group is chosen without"),
     ):
-        with pytest.raises(UserError, match=message):
+        with one_line(UserError, message):
             compose_job([setting, typed, *VALID])
     points = compose_points([setting, "model=glob(m*,exclude=[mis*,mix*])", *VALID])
     assert [point.job.model.name for point in points] == ["mine"]
@@ -133,7 +134,7 @@ def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path):
     written(
         tmp_path, {"experiment/late": "# @package _global_\nhydra:\n  searchpath: [file://x]\n"}
     )
-    with pytest.raises(UserError, match="searchpath is only supported from the primary config"):
+    with one_line(UserError, "searchpath is only supported from the primary config"):
         compose_job([f"hydra.searchpath=[{tmp_path}]", "experiment=late"])
 
 
@@ -221,5 +222,5 @@ def test_a_value_of_a_file_has_the_effect_that_it_says(name, content, typed, err
     if not error:
         compose_job(overrides)
         return
-    with pytest.raises(UserError, match=rf"^{re.escape(error)}"):
+    with one_line(UserError, rf"^{re.escape(error)}"):
         compose_job(overrides)

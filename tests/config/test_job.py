@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import pytest
+from one_line import one_line
 
 from harness.compose.composer import compose_job
 from harness.compose.length import other_lengths
@@ -212,18 +213,18 @@ def test_older_json_opens():
     assert back == made
     assert back.id == made.id
     plain["optimizer"]["in_backward"] = True
-    with pytest.raises(ConfigError, match=r"optimizer\.in_backward=true: was removed"):
+    with one_line(ConfigError, r"optimizer\.in_backward=true: was removed"):
         Job.from_json(json.dumps(plain))
 
 
 def test_damaged_json_is_refused(tmp_path):
     (tmp_path / "job.json").write_text("{}")
     another = r"job\.json: damaged, or another version wrote it: name=null: must be"
-    with pytest.raises(UserError, match=another):
+    with one_line(UserError, another):
         Job.read(tmp_path / "job.json")
     plain = job().to_dict()
     plain["model"]["depth"] = 3
-    with pytest.raises(ConfigError, match=r"model\.depth=3: no such field; did you mean "):
+    with one_line(ConfigError, r"model\.depth=3: no such field; did you mean "):
         Job.from_json(json.dumps(plain))
 
 
@@ -263,11 +264,9 @@ def test_gpus_do_not_count_when_the_device_is_a_cpu(monkeypatch):
 
 
 def test_ranks_that_do_not_fit_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"parallelism.dp_shard=-1: tp=4 does not divide the world size 6"
-    ):
+    with one_line(ConfigError, r"parallelism.dp_shard=-1: tp=4 does not divide the world size 6"):
         resolve(unresolved(dp_shard=-1, tp=4), launched_ranks=6)
-    with pytest.raises(ConfigError, match=r"multiply to 2 \(tp=2\), but there are 4 ranks"):
+    with one_line(ConfigError, r"multiply to 2 \(tp=2\), but there are 4 ranks"):
         resolve(unresolved(tp=2), launched_ranks=4)
 
 
@@ -278,7 +277,7 @@ def test_under_torchrun_the_world_is_given(monkeypatch):
         monkeypatch.setenv(name, value)
     made = job(BATCH, "parallelism.dp_shard=-1", "parallelism.tp=2")
     assert (made.world_size, made.parallelism.dp_shard) == (8, 4)
-    with pytest.raises(ConfigError, match=r"multiply to 4 .*, but there are 8 ranks"):
+    with one_line(ConfigError, r"multiply to 4 .*, but there are 8 ranks"):
         job(BATCH, "parallelism=fsdp_tp")
     # ranks_per_node is the number of ranks to start, and torchrun has started them already
     assert job(BATCH, "parallelism.dp_shard=-1", "cluster.ranks_per_node=2").world_size == 8

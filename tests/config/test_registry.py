@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_line import one_line
 from plugins import install
 
 from harness.compose.help import help_text
@@ -68,11 +69,11 @@ def test_a_name_that_no_package_has_is_refused_in_one_line(packages):
     message = (
         f"paint.colour=green: no installed package adds this name {group}; would work: {works}"
     )
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+    with one_line(ConfigError, f"^{re.escape(message)}$"):
         table()["green"]
     NewPaint = make_dataclass("NewPaint", [("colour", str, label("one", choices=table()))])
     message = f"colour=green: no such choice; would work: {works} {group}"
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+    with one_line(ConfigError, f"^{re.escape(message)}$"):
         check_rules(NewPaint("green"))
 
 
@@ -115,9 +116,7 @@ def test_help_shows_the_options_of_an_entry(monkeypatch, width):
 def test_two_packages_with_one_name_are_named(packages, names, message):
     install(packages, "paint_a", {"harness.colour": names})
     install(packages, "paint_b", {"harness.colour": {"blue": "x:y"}})
-    with pytest.raises(
-        UserError, match=f"^{message} in group harness.colour; would work: uninstall paint_"
-    ):
+    with one_line(UserError, f"^{message} in group harness.colour; would work: uninstall paint_"):
         list(table())
 
 
@@ -133,7 +132,7 @@ def test_two_packages_with_one_name_are_named(packages, names, message):
 def test_a_package_that_does_not_work_is_named(packages, module, problem):
     provide_blue(packages, "broken_paint", module)
     message = f"paint.colour=blue: the package broken_paint 1.0 {problem}"
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+    with one_line(UserError, f"^{re.escape(message)}$"):
         table(expects="builtins:int")["blue"]
 
 
@@ -171,5 +170,5 @@ def test_options_get_their_defaults():
     ],
 )
 def test_options_are_checked_like_fields(options, schema, message):
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+    with one_line(ConfigError, f"^{re.escape(message)}"):
         resolved(options, schema)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from equal import assert_equal
 from loaders import BOS, BYTES, EOS, loader, steps
+from one_line import one_line
 from processes import PATIENCE, ROOT
 from tokenizer_files import write_sentencepiece
 
@@ -146,9 +147,7 @@ def test_documents_do_not_depend_on_the_shards(shards):
 
 def test_a_split_without_documents():
     run("data.validation_fraction=0")
-    with pytest.raises(
-        DataError, match=r"corpus has no validation documents; would work: harness tokenize"
-    ):
+    with one_line(DataError, r"corpus has no validation documents; would work: harness tokenize"):
         open_shards(Path("corpus"), "validation")
 
 
@@ -162,13 +161,11 @@ def test_a_corpus_of_another_job_is_not_overwritten():
         "tokenizer=python_2k": "with another tokenizer",
         "tokenize.shards=3": r"tokenize\.shards=3: corpus is complete with 2 shards; would work: null, 2",
     }.items():
-        with pytest.raises(ConfigError, match=says):
+        with one_line(ConfigError, says):
             run(typed)
     Path("other").mkdir()
     Path("other/file").touch()
-    with pytest.raises(
-        ConfigError, match=r"tokenize\.target=other: has other files; would work: a new"
-    ):
+    with one_line(ConfigError, r"tokenize\.target=other: has other files; would work: a new"):
         run("tokenize.target=other")
     assert read_manifest(Path("corpus")) == before
 
@@ -179,13 +176,11 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues():
     lines[50] = "no JSON"
     Path("a.jsonl").write_text("\n".join(lines))
     both = "data.paths=[a.jsonl,b.jsonl]"
-    with pytest.raises(DataError, match=r"a\.jsonl, line 51: not a JSON object"):
+    with one_line(DataError, r"a\.jsonl, line 51: not a JSON object"):
         run(both)
     units = Path("corpus/.unfinished/units")
     assert len(list(units.glob("*.index"))) > 5
-    with pytest.raises(
-        ConfigError, match="an unfinished corpus with another value of tokenizer; would"
-    ):
+    with one_line(ConfigError, "an unfinished corpus with another value of tokenizer; would"):
         run(both, "tokenizer=python_2k")
     write_source()
     run(both)
@@ -216,7 +211,7 @@ def test_what_cannot_be_tokenized(typed, says):
         if each not in replaced and each.partition("=")[0] != typed.partition("=")[0]
     ]
     overrides = [*own, "tokenize.target=corpus", "data.validation_fraction=0", typed]
-    with pytest.raises(ConfigError, match=says):
+    with one_line(ConfigError, says):
         tokenize(compose_job(overrides, config_name="tokenize", schema=TokenizeJob), [])
 
 
@@ -252,9 +247,8 @@ def test_a_damaged_corpus_is_one_line(says):
     run("tokenize.shards=2")
     whole = documents("train")
     DAMAGES[says]()
-    with pytest.raises(DataError, match=says) as raised:
+    with one_line(DataError, says):
         open_shards(Path("corpus"), "train")
-    assert "\n" not in str(raised.value)
     if "shard-0000" in says:  # the remedy of the message
         MANIFEST.unlink()
         shutil.rmtree(TOKENS.parent)
@@ -337,18 +331,18 @@ def test_a_corpus_that_does_not_fit_and_several_of_them():
     """One of them is for training only, also in a mixture."""
     run()
     run("tokenize.target=plain", "data.validation_fraction=0")
-    with pytest.raises(ConfigError, match="has held-out documents of its own; would work: 0"):
+    with one_line(ConfigError, "has held-out documents of its own; would work: 0"):
         loader(tokens_of("corpus", validation_fraction=0.1))
     says = r"model: has 2048 tokens, and .*corpus was .*: bytes, 258 tokens; .*: tokenizer.kind=bytes tok"
-    with pytest.raises(ConfigError, match=says):
+    with one_line(ConfigError, says):
         loader(tokens_of("corpus"), tokenizer=PYTHON, model_vocab_size=2048)
-    with pytest.raises(ConfigError, match=says):  # before anything starts
+    with one_line(ConfigError, says):  # before anything starts
         require_vocabulary(compose_job(["data=tokens", "data.paths=[.]", "tokenizer=python_2k"]))
     loader(tokens_of("corpus"), tokenizer=build_tokenizer(TokenizerConfig("none")))
     assert_equal(
         read(tokens_of(".")), read(tokens_of("corpus", "plain")), "the folder of both corpora"
     )
-    with pytest.raises(ConfigError, match="no tokens are held out for validation"):
+    with one_line(ConfigError, "no tokens are held out for validation"):
         loader(tokens_of("plain"), split="validation")
     own = read(tokens_of("corpus"), "validation")
     assert_equal(read(tokens_of("corpus", "plain"), "validation"), own)
@@ -356,9 +350,7 @@ def test_a_corpus_that_does_not_fit_and_several_of_them():
     mixture = DataConfig("mixture", sources=sources, weights={"corpus": 1.0, "plain": 1.0})
     assert_equal([step[:2] for step in read(mixture, "validation")], own)
     alone = DataConfig("mixture", sources={"plain": sources["plain"]}, weights={"plain": 1.0})
-    with pytest.raises(
-        ConfigError, match=r"data\.sources\.plain\..*no tokens are held out for validation"
-    ):
+    with one_line(ConfigError, r"data\.sources\.plain\..*no tokens are held out for validation"):
         loader(alone, split="validation")
 
 
@@ -404,9 +396,7 @@ def test_built_once_and_rebuilt_when_something_changes(monkeypatch):
 
 def test_only_the_builder_builds():
     write_documents("ab")
-    with pytest.raises(
-        DataError, match=r"not visible to this rank; data.cache_dir must be a folder that all"
-    ):
+    with one_line(DataError, r"not visible to this rank; data.cache_dir must be a folder that all"):
         opened(is_builder=False, wait_for_all=lambda: None)
     assert not Path("cache").exists()
     seen = []
@@ -415,9 +405,7 @@ def test_only_the_builder_builds():
     assert texts_of(opened(is_builder=False)) == ["ab"]
     (tokens,) = Path("cache").glob("*/*/train.tokens")
     damage(tokens, "cut short")
-    with pytest.raises(
-        DataError, match=r"train\.tokens has 6 bytes instead of 8; remove the folder"
-    ):
+    with one_line(DataError, r"train\.tokens has 6 bytes instead of 8; remove the folder"):
         opened(is_builder=False)
 
 
@@ -463,7 +451,7 @@ def test_a_failed_build_leaves_nothing_behind(prepare, error, says, monkeypatch)
     assert list(Path("cache").iterdir()) == []
     Path("cache").rmdir()
     Path("cache").touch()
-    with pytest.raises(DataError, match=r"data.cache_dir: cannot write to cache"):
+    with one_line(DataError, r"data.cache_dir: cannot write to cache"):
         opened()
 
 

@@ -32,6 +32,7 @@ from loaders import (
     with_stream,
     write_texts,
 )
+from one_line import one_line
 from processes import until
 
 from harness.compose.composer import compose_job, compose_points
@@ -169,9 +170,8 @@ def test_synthetic_masks_unevenly_and_never_everything():
 def test_unusable_data(text, settings, says):
     Path("a.txt").write_text(text)
     data = DataConfig(paths=["a.txt"], validation_fraction=0.01, cache_dir="cache")
-    with pytest.raises(UserError, match=says) as caught:
+    with one_line(UserError, says):
         loader(data, **settings)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -185,21 +185,21 @@ def test_unusable_data(text, settings, says):
 )
 def test_positions_of_other_kinds_are_refused(loads, saved, says):
     state = loader(SOURCES[saved]()).state_dict()
-    with pytest.raises(DataError, match=says):
+    with one_line(DataError, says):
         loader(SOURCES[loads]()).load_state_dict(state)
 
 
 def test_positions_of_some_ranks_or_of_another_batch_are_refused():
-    with pytest.raises(DataError, match="different steps: 3, 4"):
+    with one_line(DataError, "different steps: 3, 4"):
         merge_states([{"step": 3}, {"step": 4}])
     stream, both = streamed(3), with_stream(B)
     half = loader(stream, split_rows(2)[0]).state_dict()
-    with pytest.raises(DataError, match=r"has no rows 4, 5, 6, 7; merge the states"):
+    with one_line(DataError, r"has no rows 4, 5, 6, 7; merge the states"):
         loader(stream).load_state_dict(half)
-    with pytest.raises(DataError, match=r"global_batch_size=4; the state was saved with 8"):
+    with one_line(DataError, r"global_batch_size=4; the state was saved with 8"):
         loader(stream, global_batch_size=4).load_state_dict(loader(stream).state_dict())
     half = loader(both, split_rows(2)[0]).state_dict()
-    with pytest.raises(DataError, match=r"no c4/4 \(source/row\); merge the states"):
+    with one_line(DataError, r"no c4/4 \(source/row\); merge the states"):
         loader(both).load_state_dict(half)
 
 
@@ -260,7 +260,7 @@ def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches(
     for _ in range(3):
         read.next()
     for _ in range(2):
-        with pytest.raises(DataError, match="there is no batch 3") as raised:
+        with one_line(DataError, "there is no batch 3") as raised:
             read.next()
     frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert "_run" in frames and frames[-1] == "breaks", "the traceback is lost"
@@ -274,7 +274,7 @@ REFUSED = r"model.vocab_size=256: the tokenizer has 258 tokens.*; would work: 25
 
 
 def test_a_job_that_reads_text():
-    with pytest.raises(ConfigError, match=REFUSED):
+    with one_line(ConfigError, REFUSED):
         require_vocabulary(compose_job([*TEXT, "tokenizer=bytes"]))
     require_vocabulary(compose_job([*TEXT, "tokenizer=bytes", "model.vocab_size=258"]))
     require_vocabulary(compose_job([*TEXT[1:], "tokenizer=bytes", "data=synthetic"]))
@@ -295,6 +295,6 @@ def test_a_missing_file_is_found_before_ranks_start(tmp_path):
         f"tokenizer.path={tmp_path}/tokenizer.model",
         "model.vocab_size=128256",
     ]
-    with pytest.raises(UserError, match=r"^tokenizer file .*/tokenizer.model: No such file"):
+    with one_line(UserError, r"^tokenizer file .*/tokenizer.model: No such file"):
         require_vocabulary(compose_job([*TEXT, *missing]))
     require_vocabulary(compose_job([*TEXT, *missing, "cluster=slurm_cpu"]))  # nodes may have it

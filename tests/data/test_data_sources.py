@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from one_line import one_line
 
 from harness.config.data import DataConfig
 from harness.data.documents import LocalFiles, find_files, open_dataset
@@ -115,12 +116,10 @@ def test_parquet():
     write("a.parquet", parquet(text=[*texts, None, ""], other=list(range(1002))))
     assert documents("a.*") == [*texts, "", ""]
     write("a.parquet", parquet(body=["x"]))
-    with pytest.raises(
-        DataError, match=r"a.parquet: no column 'text' among body; set data.text_field"
-    ):
+    with one_line(DataError, r"a.parquet: no column 'text' among body; set data.text_field"):
         documents("a.*")
     write("a.parquet", parquet(text=[1, 2]))
-    with pytest.raises(DataError, match="field 'text' holds int, not text"):
+    with one_line(DataError, "field 'text' holds int, not text"):
         documents("a.*")
 
 
@@ -176,17 +175,16 @@ def test_parquet():
 )
 def test_unreadable(name, content, says):
     write(name, content)
-    with pytest.raises(DataError, match=says) as caught:
+    with one_line(DataError, says):
         documents("*")
-    assert "\n" not in str(caught.value)
 
 
 def test_no_file():
     for path in ("nothing/*.txt", "a" * 300):
-        with pytest.raises(DataError, match=r"^no file matches data.paths=\[.*\], seen from"):
+        with one_line(DataError, r"^no file matches data.paths=\[.*\], seen from"):
             documents(path)
     write("corpus/a.txt", "x")
-    with pytest.raises(DataError, match=r"corpus is a folder, write corpus/\*\*/\*"):
+    with one_line(DataError, r"corpus is a folder, write corpus/\*\*/\*"):
         documents("corpus")
 
 
@@ -212,9 +210,9 @@ def test_a_dataset_saved_to_disk(streaming):
 
     assert read("alone", "train") == read("splits", "train") == ["one", "two"]
     assert read("splits", "test") == ["two"]
-    with pytest.raises(DataError, match="dataset splits has no split none among test, train"):
+    with one_line(DataError, "dataset splits has no split none among test, train"):
         read("splits", "none")
-    with pytest.raises(DataError, match=r"write data=c4 data.dataset=\S+/alone data.subset=null"):
+    with one_line(DataError, r"write data=c4 data.dataset=\S+/alone data.subset=null"):
         documents("alone")
 
 

@@ -27,6 +27,7 @@ from loaders import (
     steps,
     with_stream,
 )
+from one_line import one_line
 
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
@@ -154,10 +155,10 @@ def test_validation_takes_equally_many_samples_of_every_source():
 
 def test_mistakes_in_files_name_the_source():
     missing = mixture(sources={"web": DataConfig(paths=["web/*.md"])}, weights={"web": 1.0})
-    with pytest.raises(DataError, match=r"no file matches data.sources.web.paths=\[web/\*.md\]"):
+    with one_line(DataError, r"no file matches data.sources.web.paths=\[web/\*.md\]"):
         loader(missing)
     says = r"data.sources.code.validation_fraction=0.0: .* no documents are held out"
-    with pytest.raises(ConfigError, match=says):
+    with one_line(ConfigError, says):
         loader(mixture(), split="validation")
 
 

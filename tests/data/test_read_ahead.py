@@ -14,6 +14,7 @@ import pytest
 import torch
 from equal import assert_equal
 from loaders import loader, write_jsonl
+from one_line import one_line
 from processes import PATIENCE, until, workers_of_this_process
 
 from harness.config.data import DataConfig
@@ -75,11 +76,8 @@ def test_they_have_no_torch_and_no_signal_stops_them():
         os.kill(process, number)
     assert_equal(batches_of(ahead, 100), batches_of(alone, 100))
     os.kill(process, signal.SIGKILL)
-    with pytest.raises(
-        MachineError, match=r"row \d of 4: a process that reads ahead was killed by SIGKILL, "
-    ) as caught:
+    with one_line(MachineError, r"row \d of 4: a process that reads ahead was killed by SIGKILL, "):
         batches_of(ahead, 10_000)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -91,9 +89,7 @@ def test_an_error_is_raised_where_it_would_be_without_processes(prefetch):
         reading = loader_of(shuffle=False, workers=workers)
         if prefetch:
             reading = Prefetcher(reading, prefetch, torch.device("cpu"))
-        with pytest.raises(
-            DataError, match=r"split train, row 2 of 4 cannot be read: \w+"
-        ) as caught:
+        with one_line(DataError, r"split train, row 2 of 4 cannot be read: \w+") as caught:
             for step in range(10_000):  # noqa: B007
                 reading.next()
         said.append((step, str(caught.value)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_line import one_line
 from tokenizer_files import CHAT, SPECIAL, TEXTS, exported, huggingface, write_huggingface
 
 from harness.compose.composer import compose_job
@@ -88,9 +89,8 @@ def test_bos_and_eos_and_those_of_the_export(
 def test_unknown_bos_or_eos(settings, fields, says, file):
     write_settings(file, tokenizer_config=settings)
     for use in (build_tokenizer, lambda config: export_tokenizer(config, file.parent / "out")):
-        with pytest.raises(DataError, match=re.escape(says)) as caught:
+        with one_line(DataError, re.escape(says)):
             use(huggingface(file, **fields))
-        assert "\n" not in str(caught.value)
 
 
 def test_values_in_an_error_can_be_typed(file):
@@ -146,11 +146,8 @@ def test_a_panic_of_the_library_is_one_line(file):
     calls: list[Any] = [ours.encode, ours.encode_prompt]
     calls += [lambda text: ours.encode_batch([text]), lambda text: ours.encode_marked([text])]
     for call in calls:
-        with pytest.raises(
-            DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex"
-        ) as caught:
+        with one_line(DataError, r"tokenizer\.json: .*cannot encode a text: .*Regex"):
             call(text)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [["<eos>"], 3, {}, {"content": ["<eos>"]}])
@@ -159,9 +156,8 @@ def test_tokens_of_any_type(value, name, file):
     """Each is a line with the field, or a token that must be given."""
     write_settings(file, **{name: {"eos_token": value}})
     for use in (build_tokenizer, lambda config: export_tokenizer(config, file.parent / "out")):
-        with pytest.raises(DataError, match=r"eos_token is |defines eos_token") as refused:
+        with one_line(DataError, r"eos_token is |defines eos_token"):
             use(huggingface(file, bos=""))
-        assert "\n" not in str(refused.value)
 
 
 def test_sampling_of_subwords_is_off(tmp_path):

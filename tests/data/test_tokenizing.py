@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from one_line import one_line
 from processes import workers_of_this_process
 
 import harness.data.cache as cache
@@ -120,7 +121,7 @@ def test_an_error_names_the_line_or_the_line_after_a_byte(wrong, unit_bytes):
     ):
         Path("a.jsonl").write_bytes(b"\n".join([*lines[:wrong], content, *lines[wrong + 1 :]]))
         source = LocalFiles(DataConfig(paths=["a.jsonl"]), "train")
-        with pytest.raises(DataError, match=rf"a\.jsonl, line .*: {says}") as raised:
+        with one_line(DataError, rf"a\.jsonl, line .*: {says}") as raised:
             for span in source.spans(unit_bytes):
                 list(source.read(span))
         place = re.search(r"line (\d+)(?: after byte (\d+))?:", str(raised.value))
@@ -152,7 +153,7 @@ def test_a_long_file_is_decoded_in_parts(content, wrong, monkeypatch):
     if wrong is None:
         assert ["".join(each.parts()) for each in strict.read(span)] == [content.decode()]
         return
-    with pytest.raises(DataError, match=rf"a\.txt: not UTF-8 at byte {wrong};"):
+    with one_line(DataError, rf"a\.txt: not UTF-8 at byte {wrong};"):
         list(strict.documents())
 
 
@@ -161,7 +162,7 @@ def test_the_first_of_several_errors_is_reported(monkeypatch):
     lines[1] = lines[150] = lines[199] = "no JSON"
     Path("a.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(cache, "UNIT_MIB", 3020 / 2**20)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not a JSON object"):
+    with one_line(DataError, r"a\.jsonl, line 2: not a JSON object"):
         tokenized(tokenize_workers=2)
     assert not list(Path("cache").iterdir()) and not workers_of_this_process()
 
@@ -174,7 +175,7 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(monkey
         os.kill(workers_of_this_process()[0], signal.SIGKILL)
 
     message = r"a process that tokenized .* was killed by SIGKILL, from outside"
-    with monkeypatch.context() as patched, pytest.raises(MachineError, match=message):
+    with monkeypatch.context() as patched, one_line(MachineError, message):
         patched.setattr(TokenizingProgress, "advance", kill_first)
         tokenized(tokenize_workers=2)
     assert list(Path("cache").glob("*/.unfinished")) and not workers_of_this_process()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from one_line import one_line
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
@@ -221,9 +222,7 @@ def test_times_are_read_as_sbatch_reads_them():
 def test_a_costly_job_needs_confirmation():
     made = job("cluster=slurm_h100", "parallelism.dp_shard=64", "cluster.time=10:00:00")
     assert cost_in_words([made]) == "at most 640 GPU-hours (H100 SXM)"
-    with pytest.raises(
-        UserError, match=r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"
-    ):
+    with one_line(UserError, r"at most 640 GPU-hours.*would work: cluster.confirm_gpu_hours=640"):
         confirm([made])
     confirm([job("cluster=slurm_h100", "parallelism.dp_shard=8", "cluster.time=12:30:00")])
     # Four ranks on an exclusive node.
@@ -249,7 +248,7 @@ def test_a_time_limit_that_is_not_given_is_the_partitions(put, monkeypatch):
     assert "time" not in dict(shape_of(made).options)
     monkeypatch.setenv("PATH", "/nowhere")
     assert "the partition's time limit, which is not known here" in cost_in_words([made])
-    with pytest.raises(UserError, match=r"cluster\.time=null: there is no scontrol here"):
+    with one_line(UserError, r"cluster\.time=null: there is no scontrol here"):
         confirm([made])
     monkeypatch.setenv("PATH", "/bin:/usr/bin")
     put(scontrol=f"printf '{PARTITIONS.strip()}'")
@@ -321,7 +320,7 @@ def test_a_requeue_that_ends_scontrol_excludes_nodes(state, monkeypatch):
 
     monkeypatch.setattr(queue, "_run", run)
     if state == "RUNNING":
-        with pytest.raises(SlurmError, match="exit code -15"):
+        with one_line(SlurmError, "exit code -15"):
             queue.requeue("7", ["node1"])
     else:
         queue.requeue("7", ["node1"])
@@ -358,7 +357,7 @@ def test_what_users_write_is_not_read_as_facts(put, monkeypatch):
     assert attempt.Allocation("7", 0).state() == "RUNNING"
     assert queue._with_excluded("7", ["node2"]) == "excnodelist=node9,node2"
     monkeypatch.setenv("LOGNAME", "somebody")
-    with pytest.raises(SlurmError, match=f"--user={os.getuid()} "):
+    with one_line(SlurmError, f"--user={os.getuid()} "):
         queue.jobs()
 
 
@@ -366,7 +365,7 @@ def test_a_missing_configuration_of_slurm_is_named(put, monkeypatch):
     put(sbatch="sleep 60", srun="", squeue="sleep 60")
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     for ask in (queue.require_slurm, queue.jobs):
-        with pytest.raises(UserError, match="SLURM_CONF=/nonexistent: this file cannot be read"):
+        with one_line(UserError, "SLURM_CONF=/nonexistent: this file cannot be read"):
             ask()
 
 
@@ -376,9 +375,7 @@ def test_errors_of_sbatch_are_shown_once_and_waiting_is_announced(
     monkeypatch.setattr(queue, "ANSWER_SECONDS", 0.05)
     slow = "sleep 0.3; echo 'sbatch: error: no such partition' >&2; exit 1"
     put(sbatch=slow)
-    with pytest.raises(
-        UserError, match=r"^sbatch refuses the job: sbatch: error: no such partition$"
-    ):
+    with one_line(UserError, r"^sbatch refuses the job: sbatch: error: no such partition$"):
         queue.submit_script(tmp_path / "x.sh")
     assert capsys.readouterr().err.startswith(
         "waiting for sbatch, which has not reached the scheduler yet"
@@ -472,9 +469,7 @@ def test_a_script_without_a_run_folder_and_setup_that_bash_cannot_read(put, tmp_
         f"error: {tmp_path}/job.json is missing: submit the job with the harness"
     )
     put(sbatch="echo 7", srun="")
-    with pytest.raises(
-        ConfigError, match=r"cluster.setup=.*bash cannot read it: line 2: syntax error"
-    ):
+    with one_line(ConfigError, r"cluster.setup=.*bash cannot read it: line 2: syntax error"):
         Submission([job("cluster.setup=['if true; then']")], [tmp_path], tmp_path, "x").submit()
 
 
@@ -528,7 +523,7 @@ def test_gpus_that_torch_cannot_use(case, monkeypatch, tmp_path):
     if says is None:
         assert pick_device(made).type == "cpu"
         return
-    with pytest.raises(ConfigError, match=says):
+    with one_line(ConfigError, says):
         pick_device(made)
 
 
@@ -620,7 +615,7 @@ def test_links_and_large_files_are_refused(package, tmp_path, name, says):
     else:
         (tmp_path / "elsewhere").mkdir()
         (package / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=f"{package / name}: {says}"):
+    with one_line(UserError, f"{package / name}: {says}"):
         take_snapshot(tmp_path / "home")
 
 

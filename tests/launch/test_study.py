@@ -12,6 +12,7 @@ from typing import Any
 
 import optuna
 import pytest
+from one_line import one_line
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
@@ -118,9 +119,7 @@ def test_values_and_failures_reach_optuna(study, capsys):
     assert shown_now.text.splitlines()[-1] == shown.out.splitlines()[-1]
     assert shown_now.data["study"]["objective"] == "loss"
     assert "The best (minimize loss): " in collect(study.folder).text
-    with pytest.raises(
-        UserError, match=r"optuna chooses its points; would work: harness train -m "
-    ):
+    with one_line(UserError, r"optuna chooses its points; would work: harness train -m "):
         resume(study.folder, out_of_memory=False)
 
 
@@ -153,9 +152,7 @@ def test_a_journal_that_was_cut_off_continues(study):
     assert study(*typed[:1], "sweep.n_trials=3") == EXIT_OK
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
     journal.write_text("nothing of Optuna's\nmore\n")
-    with pytest.raises(
-        UserError, match=r"study\.journal: cannot be used: .*; would work: another name=NAME"
-    ):
+    with one_line(UserError, r"study\.journal: cannot be used: .*; would work: another name=NAME"):
         study(*typed)
 
 
@@ -172,12 +169,12 @@ def test_a_finished_study_runs_nothing_and_another_one_needs_another_name(study)
     for more in ("metrics.log_interval=1", "metrics.log_interval=2"):
         assert study(*typed, more) == EXIT_OK
         assert len(study.trials) == 2 and len(study.started) == len(set(study.started))
-    with pytest.raises(
+    with one_line(
         UserError,
-        match=r"differs in maximize mfu, minimize loss, training\.steps=7; would work: another name",
+        r"differs in maximize mfu, minimize loss, training\.steps=7; would work: another name",
     ):
         study(*typed, "training.steps=7", "sweep.objective=mfu")
-    with pytest.raises(UserError, match=r"sweep=optuna: CategoricalDistribution does not support"):
+    with one_line(UserError, r"sweep=optuna: CategoricalDistribution does not support"):
         study("optimizer.lr=1e-3,1e-2", "sweep.n_trials=3")
 
 
@@ -256,11 +253,8 @@ def test_a_damaged_record_is_one_line(change, tmp_path):
     record.write(tmp_path)
     assert StudyRecord.read(tmp_path) == record
     (tmp_path / "study.json").write_text(json.dumps(asdict(record) | change))
-    with pytest.raises(
-        UserError, match=r"study\.json: damaged, or another version wrote it: "
-    ) as raised:
+    with one_line(UserError, r"study\.json: damaged, or another version wrote it: "):
         StudyRecord.read(tmp_path)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from one_line import one_line
 
 from harness.compose.composer import compose_job
 from harness.launch import queue, slurm, submit
@@ -54,7 +55,7 @@ def fail(error: BaseException) -> object:
 def test_without_slurm_the_line_says_so(job, monkeypatch):
     monkeypatch.setattr(submit, "require_slurm", queue.require_slurm)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="there is no sbatch here"):
+    with one_line(UserError, "there is no sbatch here"):
         submit.submit_one(job, RunFolder(job.run_dir), [])
     assert not job.run_dir.exists()
 
@@ -64,7 +65,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job, monkeypatch):
     monkeypatch.setattr(slurm, "take_snapshot", fail(full))
     folder = RunFolder(job.run_dir)
     message = r"cannot write the job's files, so it was not submitted: .*No space left"
-    with pytest.raises(UserError, match=message):
+    with one_line(UserError, message):
         submit.submit_one(job, folder, [])
     assert folder.state == "planned"
     # Nor can the status be written.
@@ -76,7 +77,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job, monkeypatch):
         set_status(folder, state)
 
     monkeypatch.setattr(RunFolder, "set_status", refuse)
-    with pytest.raises(UserError, match="so it was not submitted"):
+    with one_line(UserError, "so it was not submitted"):
         submit.submit_one(job, folder, [])
 
 
@@ -112,7 +113,7 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(job, scheduler, monke
     output = f"{job.run_dir.absolute()}/slurm/12_0_log.out"
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": output})
     rule = r"SLURM job 12 \(PENDING\) belongs to this run.*would work: scancel 12"
-    with pytest.raises(UserError, match=rule):
+    with one_line(UserError, rule):
         submit.submit_one(job, RunFolder(job.run_dir), [])
     # A job of the same name with another runs_dir.
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": "/elsewhere/slurm/12_0_log.out"})

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from jobs import tiny
+from one_line import one_line
 from torch import nn
 from torchao.float8 import _auto_filter_for_recipe
 
@@ -147,9 +148,7 @@ def test_selection_does_not_depend_on_the_layout(linear):
     job = job_of(f"precision.linear={linear}", "precision.emulate=true", *shape)
     linears = sort_linears(job.model, job.precision)
     check_layout(linears, job.model, job.precision, tp=1, rows=1, tokens=64)
-    with pytest.raises(
-        ConfigError, match=r"^parallelism.tp=8: .*would work: 1, 2.*wk,wv"
-    ) as refused:
+    with one_line(ConfigError, r"^parallelism.tp=8: .*would work: 1, 2.*wk,wv") as refused:
         check_layout(linears, job.model, job.precision, tp=8, rows=1, tokens=64)
     filtered = refused.value.works.split("=")[1].strip("[]").split(",")
     precision = dataclasses.replace(job.precision, filter_fqns=filtered)
@@ -206,7 +205,7 @@ def test_a_rank_checks_its_device(monkeypatch, linear, capability, hip, linears,
             require_device(PrecisionConfig(linear=linear), device, experts=with_experts)
             continue
         what = "multiply groups of rows in" if linears else "multiply in"
-        with pytest.raises(ConfigError, match=f"Some GPU does not {what}"):
+        with one_line(ConfigError, f"Some GPU does not {what}"):
             require_device(PrecisionConfig(linear=linear), device, experts=with_experts)
         require_device(PrecisionConfig(linear=linear, emulate=True), device, experts=with_experts)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from jobs import tiny
+from one_line import one_line
 
 from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
@@ -64,7 +65,7 @@ def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_who
         p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()
     }
     other = RunFolder(folder.path)
-    with pytest.raises(UserError, match="already running"):
+    with one_line(UserError, "already running"):
         begin(other, job, [])
     folder.release()
     begin(other, job, ["second=2"])
@@ -84,7 +85,7 @@ def test_a_status_counts_only_while_its_process_lives(folder, job, pid_started, 
     status = {"state": "running", "host": socket.gethostname(), "pid": os.getppid()}
     (folder.path / "status.json").write_text(json.dumps({**status, "pid_started": pid_started}))
     if pid_started is None:  # start time unknown: assume that the living process wrote it
-        with pytest.raises(UserError, match=f"already running .pid {os.getppid()}"):
+        with one_line(UserError, f"already running .pid {os.getppid()}"):
             begin(folder, job, [])
     else:  # another start time: another process has the id now
         begin(folder, job, [])
@@ -92,7 +93,7 @@ def test_a_status_counts_only_while_its_process_lives(folder, job, pid_started, 
 
 def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path, job):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write the run folder"):
+    with one_line(UserError, "cannot write the run folder"):
         begin(RunFolder(tmp_path / "file" / "run"), job, [])
 
 
@@ -209,7 +210,7 @@ def test_a_full_disk(small_disk, job, capsys):
     begin(folder, job, [])
     (folder.path / RESERVE).unlink()
     fill(small_disk / "others")
-    with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
+    with one_line(UserError, r"cannot write the run folder: .*No space left"):
         begin(RunFolder(small_disk / "another"), job, [])
     folder.errors.record(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
     assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families_table import CASES, MODELS, RELEASED_CONFIGS, shipped
+from one_line import one_line
 from test_families import as_stored
 
 from harness.config.model import FAMILIES, ModelConfig
@@ -80,7 +81,7 @@ def test_the_new_form_of_a_released_file_is_read():
         shipped("llama3_8b"), {**new, "rope_parameters": {**SCALING, "rope_theta": 500000.0}}
     )
     says = r"^model\.rope\.theta=500000\.0: config\.json has rope_theta 10000\.0; would work: "
-    with pytest.raises(UserError, match=says):
+    with one_line(UserError, says):
         check_hf_config(shipped("llama3_8b"), {**new, "rope_parameters": SCALING})
 
 
@@ -259,5 +260,5 @@ def test_redundant_tensors_are_allowed():
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,), "lm_head.weight": (96, 64)}
     check_hf_tensors(tied, {**hf_shapes(tied), **extra})
     says = r"1 of another shape \(lm_head.weight is \[95, 64\] and not \[96, 64\]\)"
-    with pytest.raises(UserError, match=says):
+    with one_line(UserError, says):
         check_hf_tensors(tied, {**hf_shapes(tied), "lm_head.weight": (95, 64)})

@@ -25,6 +25,7 @@ from families_table import (
     with_another,
 )
 from held import Held
+from one_line import one_line
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -340,7 +341,7 @@ def test_blocks_that_predict_another_token_are_skipped(tmp_path):
     change_config(tmp_path, lambda own: {**own, "num_nextn_predict_layers": 1})
     require_same(HuggingFaceSource(tmp_path, model), tensors)
     save_file({**stored, "model.layers.5.eh_proj.weight": torch.zeros(2)}, file)
-    with pytest.raises(UserError, match=r"1 unexpected \(model\.layers\.5\.eh_proj\.weight\)"):
+    with one_line(UserError, r"1 unexpected \(model\.layers\.5\.eh_proj\.weight\)"):
         HuggingFaceSource(tmp_path, model)
 
 
@@ -364,9 +365,7 @@ def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_p
         HuggingFaceSource(tmp_path, plain), {name: tensors[name] for name in tensor_shapes(plain)}
     )
     write(tmp_path / "plain", tensors, plain)
-    with pytest.raises(
-        UserError, match=r"model\.mtp\.depth=1: config\.json has num_nextn_predict_layers 0"
-    ):
+    with one_line(UserError, r"model\.mtp\.depth=1: config\.json has num_nextn_predict_layers 0"):
         HuggingFaceSource(tmp_path / "plain", model)
     # Copies may be missing, but must not differ.
     copies = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
@@ -374,10 +373,10 @@ def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_p
     require_same(HuggingFaceSource(tmp_path, model), tensors)
     save_file({**stored, copies[1]: stored[copies[1]] + 1}, file)
     differs = r"shared_head\.head\.weight differs from lm_head\.weight.*model\.mtp\.depth=0"
-    with pytest.raises(UserError, match=differs):
+    with one_line(UserError, differs):
         HuggingFaceSource(tmp_path, model).read("output.weight")
     save_file({name: tensor for name, tensor in stored.items() if "eh_proj" not in name}, file)
-    with pytest.raises(UserError, match=r"missing \(model\.layers\.4\.eh_proj\.weight\)"):
+    with one_line(UserError, r"missing \(model\.layers\.4\.eh_proj\.weight\)"):
         HuggingFaceSource(tmp_path, model)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from families_table import CASES, RELEASED_CONFIGS, shipped
+from one_line import one_line
 
 from harness.compose.composer import Composer, compose_job, compose_points
 from harness.config.model import ModelConfig
@@ -71,13 +72,11 @@ def test_points_of_a_sweep_have_each_their_own(tmp_path, chosen):
 
 def test_a_path_that_is_not_read_is_refused(tmp_path):
     composer = Composer()
-    with pytest.raises(
-        ConfigError, match=r"^model\.path=.*read only together with model=from_config"
-    ):
+    with one_line(ConfigError, r"^model\.path=.*read only together with model=from_config"):
         composer.job([f"model.path={tmp_path}"])
-    with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
+    with one_line(UserError, r"^model\.path: must be given with model=from_config"):
         composer.job(["model=from_config"])
-    with pytest.raises(UserError, match=r"config\.json: is missing"):
+    with one_line(UserError, r"config\.json: is missing"):
         composer.job(["model=from_config", f"model.path={tmp_path}"])
 
 
@@ -143,7 +142,7 @@ def test_what_cannot_be_taken_is_named(change, says, tmp_path):
 
 def test_files_of_other_kinds(tmp_path):
     """A device has no end, and a byte order mark is no content."""
-    with pytest.raises(UserError, match="/dev/null: is not a regular file"):
+    with one_line(UserError, "/dev/null: is not a regular file"):
         model_from_config("/dev/null")
     (tmp_path / "config.json").write_text(
         json.dumps(RELEASED_CONFIGS["qwen3_8b"]), encoding="utf-8-sig"

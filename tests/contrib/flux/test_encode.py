@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_line import one_line
 
 sys.path.append(str(Path(__file__).parent))
 from tiny_flux import overrides, save_encoders
@@ -112,11 +113,11 @@ def test_stopped_encoding_continues(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(*typed)
     assert not Path("stopped/manifest.json").exists() and written == ["train-00000", "train-00001"]
-    with pytest.raises(DataError, match=r"would work: harness encode encode.target=stopped$"):
+    with one_line(DataError, r"would work: harness encode encode.target=stopped$"):
         LatentSamples(Path("stopped"), "train", seed=0, shuffle=False)
-    with pytest.raises(
+    with one_line(
         ConfigError,
-        match=r"has an unfinished folder of latents with another value of data\.options",
+        r"has an unfinished folder of latents with another value of data\.options",
     ):
         run(*typed, "data.options.size=24")
     monkeypatch.setattr(
@@ -140,9 +141,7 @@ def test_stopped_encoding_continues(monkeypatch):
     )
     assert first["files"] == second["files"]
     assert "is complete" in run(*typed).text and len(written) == 5 + 5
-    with pytest.raises(
-        ConfigError, match=r"^encode.target=stopped: has latents of data.kind=drawn_shapes"
-    ):
+    with one_line(ConfigError, r"^encode.target=stopped: has latents of data.kind=drawn_shapes"):
         run(*typed, "training.seed=7")
 
 
@@ -206,16 +205,14 @@ def test_damage_is_found():
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"train-00001.safetensors: does not have the checksum"):
+    with one_line(DataError, r"train-00001.safetensors: does not have the checksum"):
         check_files(folder, read_manifest(folder))
     path.write_bytes(content[:-1])
-    with pytest.raises(DataError, match=r"bytes instead of"):
+    with one_line(DataError, r"bytes instead of"):
         LatentSamples(folder, "train", seed=0, shuffle=False)
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("train-00000", "../train-00000"))
-    with pytest.raises(
-        DataError, match=r"manifest\.json is damaged: .*'\.\./train-00000' is no name"
-    ):
+    with one_line(DataError, r"manifest\.json is damaged: .*'\.\./train-00000' is no name"):
         LatentSamples(folder, "train", seed=0, shuffle=False)
 
 

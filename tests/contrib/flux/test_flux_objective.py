@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_line import one_line
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -154,15 +155,13 @@ def test_data_of_another_shape_is_one_line(changed, message):
         other = batch._replace(
             **{name: torch.zeros(shape) for name, shape in changed.items()}, std_BCHW=None
         )
-        with pytest.raises(DataError, match=rf"^model\.options\.{message}"):
+        with one_line(DataError, rf"^model\.options\.{message}"):
             engine.evaluate(other)
 
 
 @pytest.mark.parametrize("schema", [EvaluateJob, CoordCheckJob])
 def test_commands_for_text_refuse_pictures(schema):
-    with pytest.raises(
-        ConfigError, match=r"model=flux_debug makes pictures, and this command .*would work"
-    ):
+    with one_line(ConfigError, r"model=flux_debug makes pictures, and this command .*would work"):
         job = compose_job([*SMALL, "cluster.device=cpu", "tokenizer=bytes"], schema=schema)
         job.coordcheck.validate(job)
 

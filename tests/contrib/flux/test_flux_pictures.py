@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
+from one_line import one_line
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parent))
@@ -102,7 +102,7 @@ def test_a_run_its_sheets_and_its_pictures(tmp_path, capfd):
         "generate.options.size=10": "generate.options.size=10: must be a multiple of 4",
         "data.options.text_length=9": "data.options.text_length=9: makes 9 values where",
     }.items():
-        with pytest.raises(ConfigError, match=f"^{says}"):
+        with one_line(ConfigError, f"^{says}"):
             pictures(run.path, tmp_path / "e", prompts, typed)
 
 
@@ -125,9 +125,7 @@ def test_online_encoders_of_folders(tmp_path):
     run = train(tmp_path, *typed)
     [found] = pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]")
     assert found.shape == (8, 8, 3)
-    with pytest.raises(
-        ConfigError, match=r"^data.options.autoencoder=patches: makes 12 values where"
-    ):
+    with one_line(ConfigError, r"^data.options.autoencoder=patches: makes 12 values where"):
         changed = ("data.options.autoencoder=patches", "data.options.patch=2")
         pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *changed)
 
@@ -144,9 +142,7 @@ def test_pictures_have_the_size_of_training():
     trained = WeightFolder("dcp", "x", {"job": {"training": {"seq_len": 8 + 6 * 6}}})
     assert trained_size(job, trained, Patches(2)) == 24
     rule = "must be given, because x records no job that trained it"
-    with pytest.raises(
-        ConfigError, match=f"^generate.options.size=null: {rule}; would work: 1024$"
-    ):
+    with one_line(ConfigError, f"^generate.options.size=null: {rule}; would work: 1024$"):
         trained_size(job, WeightFolder("hf", "x", {}), Patches(2))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from one_line import one_line
 from PIL import Image
 
 from harness.config.data import DataConfig
@@ -155,14 +156,12 @@ def test_a_damaged_picture_is_an_error_or_skipped():
     strict, skipping = (
         RawSamples(opened(data), seed=0, shuffle=False, skips=each) for each in (False, True)
     )
-    with pytest.raises(
-        DataError, match=r"03.png: is no picture .*would work: data.options.on_error=skip$"
-    ):
+    with one_line(DataError, r"03.png: is no picture .*would work: data.options.on_error=skip$"):
         strict.sample(3)
     assert skipping.sample(3)[1] == "caption 4"
     for number in range(NUMBER):
         Path(f"{number:02}.png").write_bytes(b"")
-    with pytest.raises(DataError, match="is no picture that can be decoded"):
+    with one_line(DataError, "is no picture that can be decoded"):
         skipping.sample(0)
 
 
@@ -192,7 +191,7 @@ def test_a_damaged_table_of_tar_files_is_rebuilt(name, change, says, capsys):
     assert expected[:2] == [(0, "caption 0"), (20, "caption 1")]
     (file,) = Path("cache").glob(f"pictures/*/{name}")
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(DataError, match=r"picture table .* cannot be read here: "):
+    with one_line(DataError, r"picture table .* cannot be read here: "):
         open_pictures(data, "train", seed=0, is_builder=False)
     assert captions_of_pictures() == expected
     warning = capsys.readouterr().err
@@ -230,10 +229,10 @@ def test_sources_that_cannot_be_opened():
         "folder": r"folder is a folder, write folder/\*\*/\*$",
         "no.tar": r"no\.tar: not a readable tar file",
     }.items():
-        with pytest.raises(DataError, match=says):
+        with one_line(DataError, says):
             opened(DataConfig("pictures", paths=[path], cache_dir="cache"))
     data = write_parquet()
-    with pytest.raises(DataError, match=r"no column 'image' among alt, photo; set data\.options"):
+    with one_line(DataError, r"no column 'image' among alt, photo; set data\.options"):
         opened(data, options={})
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conversions import consolidated, save_meta
 from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
+from one_line import one_line
 from plain_llama import frequencies, logits
 from torch import Tensor
 
@@ -113,16 +114,12 @@ def test_shards_that_do_not_make_up_the_model(name, shapes, says):
 
 
 def test_files_of_other_models(tmp_path):
-    with pytest.raises(
-        UserError, match=r"Meta's files are read for model\.family=llama, not qwen3"
-    ):
+    with one_line(UserError, r"Meta's files are read for model\.family=llama, not qwen3"):
         LlamaSource(tmp_path, CASES["qwen3"])
     for name in ("layers.3.attention.wq.weight", "layers.0.attention.wz.weight"):
         torch.save(
             {**meta_weights(CONFIGS["llama2"]), name: torch.zeros(4)},
             tmp_path / "consolidated.00.pth",
         )
-        with pytest.raises(
-            UserError, match=rf"consolidated\.00\.pth: .*: 1 unexpected \({re.escape(name)}\)"
-        ):
+        with one_line(UserError, rf"consolidated\.00\.pth: .*: 1 unexpected \({re.escape(name)}\)"):
             LlamaSource(tmp_path, CONFIGS["llama2"])

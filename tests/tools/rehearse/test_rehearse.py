@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from one_line import one_line
 from processes import python
 
 from harness.compose.composer import compose_job
@@ -195,12 +196,10 @@ def test_without_a_build_for_cuda_one_line_says_so():
 def test_machines_that_cannot_rehearse(monkeypatch, tmp_path):
     (tmp_path / "0000:01:00.0").mkdir()
     monkeypatch.setattr(server, "_DRIVER", tmp_path)
-    with pytest.raises(UserError, match=r"this machine has a GPU.*rehearse.real_gpu=true"):
+    with one_line(UserError, r"this machine has a GPU.*rehearse.real_gpu=true"):
         server.require_no_gpu(RehearseConfig())
     server.require_no_gpu(RehearseConfig(real_gpu=True))
     monkeypatch.setattr(build, "cuda_version", lambda: "13.0")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(
-        UserError, match=r"rehearsals need g\+\+; would work: the system's package of GCC"
-    ):
+    with one_line(UserError, r"rehearsals need g\+\+; would work: the system's package of GCC"):
         build.require_build()
