@@ -8,7 +8,6 @@ import pytest
 import torch
 from declared import JOBS
 from omegaconf import OmegaConf
-from processes import python
 
 from harness.compose.composer import Composer, compose_job
 from harness.config.job import Job
@@ -17,7 +16,6 @@ from harness.model.accounting import account
 from harness.model.architecture import architecture_of
 from harness.tools.download import DownloadJob
 from harness.tools.parity.parity import ParityJob
-from harness.util.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -205,24 +203,3 @@ def test_models_hold_only_fields_of_the_model():
         required = "name vocab_size dim n_layers n_heads n_kv_heads ffn_hidden_dim rope max_seq_len norm_eps"
         assert {*required.split(), "tied_embeddings"} <= keys, option
         assert values.name == option
-
-
-def test_data_that_needs_paths_is_refused_without():
-    for option in (o for o in options("data") if o.startswith(("local_", "tokens", "chat"))):
-        with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
-            compose_job([f"data={option}"])
-
-
-def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path):
-    done = python("-m", "harness.train", "--cfg", "job", "model=llama3_8b", cwd=tmp_path)
-    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
-    shown = OmegaConf.create(done.stdout)
-    assert (shown.model.dim, shown.training.seed) == (4096, 42)
-
-
-def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path):
-    """Hydra's own multirun would write files into the current folder."""
-    done = python("-m", "harness.train", "-m", "training.steps=0,-1", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "none of 2 points is a valid job" in done.stderr
-    assert not any(tmp_path.iterdir())

@@ -249,12 +249,6 @@ def test_readme_shows_the_report_of_published_rows():
         assert error in of_all
 
 
-def test_readme_is_a_page_with_what_a_newcomer_types():
-    assert len(README.splitlines()) <= 150
-    assert "install" in {command.line.split()[1] for command in commands_of(ROOT / "README.md")}
-    assert len(COMMANDS) > 100
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_and_named_files_exist(page):
     for name, function in re.findall(
@@ -299,8 +293,6 @@ def test_the_page_of_architecture_is_the_house():
         tree = ast.parse((ROOT / "harness" / room / "__init__.py").read_text())
         first = (ast.get_docstring(tree) or "").partition("\n")[0]
         assert purpose == first.replace("``", "`"), room
-    assert len(page.split()) <= 700
-    assert all(len(each.read_text().split()) <= 520 for each in (ROOT / "docs" / "rooms").iterdir())
 
 
 @pytest.fixture(scope="module")

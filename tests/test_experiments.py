@@ -93,22 +93,6 @@ def test_gpu_table_judges_the_targets_by_ratios_within_a_round():
     )
 
 
-def test_no_ratio_is_taken_across_versions():
-    older, newer = (
-        {"torch": torch_version, "triton": "3.9"} for torch_version in ("2.13.0", "2.15.0")
-    )
-    rows = [
-        gpu_row("bf16_compile", "harness", 0, 1000.0, software=newer),
-        gpu_row("bf16_compile", "torchtitan", 0, 500.0, software=newer),
-    ]
-    assert "| 2.000 | torchtitan 2.000 of 1.05: yes |" in gpu_cases.render(FACTS, rows)
-    rows[0]["software"] = older
-    table = gpu_cases.render(FACTS, rows)
-    assert "| 500 | - | - |" in table and "torchtitan's tokens/s: not measured" in table
-    assert "harness: torch 2.13.0, triton 3.9.\ntorchtitan: torch 2.15.0, triton 3.9." in table
-    assert "No ratio over torchtitan is taken across versions." in table
-
-
 def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone():
     out = {"failed": "out_of_memory", "message": "Tried to allocate 2 GiB"}
     starved = {
@@ -287,17 +271,6 @@ def test_saved_activations_are_counted():
     )
     assert saved == 3 * x.nbytes
     assert recomputed < 1.1 * x.nbytes
-
-
-def test_relations_that_do_not_hold_are_named():
-    peaks = dict(zip(measure.CHECKPOINTING, (100.0, 60.0, 50.0, 20.0, 90.0, 95.0), strict=True))
-    rows = {name: {"peak": peak, "resident": 500.0} for name, peak in peaks.items()}
-    assert measure.not_falling(rows) == [
-        "memory_budget, compiled takes 95.0 MiB and none, compiled 90.0"
-    ]
-    table = measure.table("blocks", rows)
-    assert "| full | 20.0 | 0.200 | 500 |" in table
-    assert "| memory_budget, compiled | 95.0 | 1.056 | 500 |" in table
 
 
 def test_gpu_command_lists_the_jobs_of_a_gpu(monkeypatch, capsys):

@@ -87,15 +87,6 @@ def test_the_way_to_the_first_forward_pass_is_short(tmp_path):
     assert len(frames) <= 19, frames
 
 
-def test_imports_are_found():
-    assert "harness.train.engine" in imports_of("harness.train.trainer")
-    assert "harness.train.trainer" in imports_of("harness.train.rank"), (
-        "an import inside of a function"
-    )
-    assert "harness.train.step" in imports_of("harness.train.rows"), "an import for type checkers"
-    assert "harness.train.step" not in imports_of("harness.train.rows", of_types=False)
-
-
 def test_arrows_point_down():
     up = arrows_up()
     assert not up, "\n".join(up)

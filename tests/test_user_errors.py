@@ -109,14 +109,6 @@ def test_each_command_is_refused_in_one_line(mistake, tmp_path, monkeypatch, cap
     assert sorted(os.listdir(tmp_path)) == ["fifo", "file", "folder", "list.json"]
 
 
-def test_degrees_that_split_neither_heads_nor_sequence_are_not_named():
-    assert message(["training.seq_len=100", "parallelism.tp=3"]).endswith("would work: 1, 2, 4")
-    plain = message(
-        ["training.seq_len=100", "parallelism.sequence_parallel=false", "parallelism.tp=3"]
-    )
-    assert plain.endswith("would work: 1, 2, 4, 8, 16")
-
-
 WAIT = "the ranks wait for each other, or for themselves, for ever: "
 BACKWARD = "every stage and microbatch needs one B, or one I and one W"
 

@@ -190,31 +190,6 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues():
     assert not units.exists()
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("tokenize.target=null", r"tokenize\.target=null: must be given; would work: corpus/NAME"),
-        ("tokenize.target=a.jsonl", r"tokenize\.target=a\.jsonl: is a file"),
-        (
-            "data=synthetic",
-            r"data\.kind=synthetic: is no source of texts, which harness tokenize reads",
-        ),
-        ("data=c4", r"data\.streaming=true: a stream cannot be cut into units"),
-        ("data.validation_paths=[a.jsonl]", r"data\.validation_paths=.*a corpus has one source"),
-    ],
-)
-def test_what_cannot_be_tokenized(typed, says):
-    replaced = [each for each in TYPED if typed.startswith("data=") and each.startswith("data.")]
-    own = [
-        each
-        for each in TYPED
-        if each not in replaced and each.partition("=")[0] != typed.partition("=")[0]
-    ]
-    overrides = [*own, "tokenize.target=corpus", "data.validation_fraction=0", typed]
-    with one_line(ConfigError, says):
-        tokenize(compose_job(overrides, config_name="tokenize", schema=TokenizeJob), [])
-
-
 TOKENS, MANIFEST = Path("corpus/shard-00001/train.tokens"), Path("corpus/manifest.json")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +11,7 @@ import pytest
 
 from harness.config.metrics import MetricsConfig
 from harness.config.training import OBSERVERS
-from harness.metrics.console import PlainConsole, SilentConsole, make_console, progress
+from harness.metrics.console import PlainConsole, make_console, progress
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun
@@ -135,14 +134,3 @@ def test_a_failed_run_has_no_summary(capsys):
     console.summary("summary", {"exit": "done"})
     console.summary("summary", {"exit_code": 2})
     assert capsys.readouterr().out == "summary\n  exit  done\n"
-
-
-def test_silent_console_still_warns(caplog, capsys):
-    console = make_console("none", 10)
-    assert isinstance(console, SilentConsole)
-    with caplog.at_level(logging.WARNING):
-        console.log(ROW)
-        console.message("hello")
-        console.warn("wandb is off")
-    assert capsys.readouterr().out == ""
-    assert caplog.messages == ["wandb is off"]

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 
-from harness.metrics import memory, window
+from harness.metrics import window
 from harness.metrics.mfu import Peak, describe_inputs, mfu, peak_of, utilization
 from harness.metrics.window import StepTimer, Window
 
@@ -65,18 +64,6 @@ def test_queued_work_counts_for_its_step():
     lap = timer.lap()
     assert lap.seconds == pytest.approx(3.1)
     assert lap.spent["validation"] == pytest.approx(1.0)
-
-
-def test_misuse_of_sections_is_refused():
-    timer = StepTimer(clock=Clock())
-    with pytest.raises(ValueError, match="no section 'lunch'"), timer.section("lunch"):
-        pass
-    opened = pytest.raises(RuntimeError, match="'data' opened inside of 'validation'")
-    with opened, timer.section("validation"), timer.section("data"):
-        pass
-    with pytest.raises(RuntimeError, match="ended inside of section 'data'"), timer.section("data"):
-        timer.lap()
-    timer.lap()  # an error inside of a section closes it
 
 
 def test_warmup_counts_for_no_throughput():
@@ -185,15 +172,6 @@ def test_peak_follows_an_allocation():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert 0.06 < float(done.stdout) < 0.2
-
-
-@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_units_of_getrusage(platform, unit, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
-    monkeypatch.setattr(memory.sys, "platform", platform)
-    usage = SimpleNamespace(ru_maxrss=2**30 // unit)
-    monkeypatch.setattr(memory.resource, "getrusage", lambda who: usage)
-    assert memory.peak_memory_gib("cpu") == 1.0
 
 
 def test_a_long_run_keeps_the_times_of_its_latest_steps(monkeypatch):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.slow_ranks import KINDS, SlowRanks, own_seconds
+from harness.metrics.slow_ranks import SlowRanks
 from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.make import make_plan
@@ -368,14 +368,3 @@ def test_ranks_are_compared_within_their_stage():
     assert rule.observe(window, 20) == [] and list(rule.slow) == [3]
     rule.observe([[0, 1.0, 1, 0]] * 5, 25)
     assert not rule.slow
-
-
-def test_only_phases_without_waiting_count():
-    phases = {
-        "forward.blocks": 1.0,
-        "forward.head": 2.0,
-        "backward.blocks": 4.0,
-        "dp.all_gather": 50.0,
-    }
-    expected = {"data": 0.0, "forward": 3.0, "backward": 4.0, "optimizer": 0.0}
-    assert dict(zip(KINDS, own_seconds(phases), strict=True)) == expected

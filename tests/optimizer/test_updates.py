@@ -17,7 +17,6 @@ from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
 from harness.config.optimizer import (
     IMPLEMENTATIONS,
-    LARGEST_BFLOAT16_BETA,
     LR_SCALES,
     OptimizerConfig,
     lr_scale,
@@ -266,12 +265,14 @@ def test_muon_updates_the_matrices_inside_of_blocks():
 # -- rounding to bfloat16 --
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
-def test_a_step_of_adamw_by_hand(master):
+def test_a_step_of_adamw_by_hand(master, stored):
     """Parameter and means are computed in float32 from the stored values, then rounded to their dtypes."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(64, dtype=master))
-    built = build_optimizer(ROUNDED, [("norm.weight", parameter)], SPECS)
+    config = dataclasses.replace(ROUNDED, state_dtype=stored)
+    built = build_optimizer(config, [("norm.weight", parameter)], SPECS)
     mean = square = torch.zeros(64)
     for step in (1, 2, 3):
         value = parameter.detach().float().clone()
@@ -281,16 +282,14 @@ def test_a_step_of_adamw_by_hand(master):
         mean, square = 0.8 * mean + 0.2 * g, 0.9 * square + 0.1 * g * g
         value = value - 0.03 * (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)).sqrt() + 1e-3)
         state = built.state[parameter]
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
         assert parameter.dtype == master
-        for found, expected in ((state["exp_avg"], mean), (state["exp_avg_sq"], square)):
+        for name, expected in (("exp_avg", mean), ("exp_avg_sq", square)):
+            rounded = expected.to(getattr(torch, stored))
             # A float32 sum in another order may be rounded to the neighbouring bfloat16 value.
-            torch.testing.assert_close(
-                found.float(), expected.bfloat16().float(), rtol=2**-7, atol=0
-            )
+            torch.testing.assert_close(state[name], rounded, rtol=2**-7, atol=0)
         close = 1e-6 if master == torch.float32 else 2**-7
         torch.testing.assert_close(parameter.detach().float(), value, rtol=close, atol=1e-6)
-        mean, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
+        mean, square = (state[name].float().clone() for name in ("exp_avg", "exp_avg_sq"))
 
 
 def test_a_step_of_muon_by_hand():
@@ -311,22 +310,6 @@ def test_a_step_of_muon_by_hand():
         torch.testing.assert_close(stored.float(), momentum, rtol=2**-8, atol=1e-6)
         torch.testing.assert_close(parameter.detach().float(), value, rtol=2**-7, atol=1e-5)
         momentum = stored.float()
-
-
-def test_a_mean_still_changes_at_the_largest_beta():
-    """At 0.999 it would not, so that is refused."""
-    for beta, moves in ((LARGEST_BFLOAT16_BETA, True), (0.999, False)):
-        parameter = torch.nn.Parameter(torch.ones(1))
-        built = build_optimizer(
-            dataclasses.replace(ROUNDED, beta2=beta), [("norm.weight", parameter)], SPECS
-        )
-        parameter.grad = torch.ones(1)
-        built.step()
-        built.state[parameter]["exp_avg_sq"].fill_(1.0)
-        for _ in range(500):
-            parameter.grad = torch.zeros(1)
-            built.step()
-        assert (float(built.state[parameter]["exp_avg_sq"]) < 0.05) == moves
 
 
 def test_state_has_the_parameters_dtype_by_default():
@@ -448,12 +431,3 @@ def test_the_host_does_not_wait(kind, master):
                 parameter.grad = torch.empty_like(parameter)
             built.step()
     assert found == []
-
-
-def test_rounded_adamw_is_built_where_something_is_bfloat16():
-    for master, state in ((B, "bfloat16"), (B, "float32"), (F, "bfloat16")):
-        parameter = torch.nn.Parameter(torch.empty(64, 3, device="meta", dtype=master))
-        config = dataclasses.replace(ROUNDED, state_dtype=state)
-        assert isinstance(
-            build_optimizer(config, [("output.weight", parameter)], SPECS), RoundedAdamW
-        )

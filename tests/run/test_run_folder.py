@@ -25,14 +25,11 @@ from harness.run.record import RunRecord
 from harness.run.reserve import RESERVE
 from harness.run.result import (
     git_commit,
-    read_result,
-    versions,
     write_json_atomically,
     write_result,
 )
 from harness.train.finish import absent_ranks, finish_run
-from harness.util import __version__, files
-from harness.util.encoding import flatten
+from harness.util import files
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -243,28 +240,6 @@ def test_result_is_one_flat_row(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("row", "wrong"),
-    [
-        ({"loss": 1.0, "step": 3, "error.kind": None, "of the user": []}, ""),
-        ({"loss": None}, ""),
-        ({"loss": [2.0]}, "loss is of type list"),
-        ({"step": True}, "step is of type bool"),
-        ({"exit_reason": None}, "exit_reason is of type NoneType"),
-        ({"window.anything": "x"}, "window.anything is of type str"),
-    ],
-)
-def test_a_row_with_values_of_wrong_types_is_refused(row, wrong, tmp_path):
-    write_result(tmp_path, row)
-    with pytest.raises(ValueError, match=wrong) if wrong else contextlib.nullcontext():
-        assert read_result(tmp_path) == row
-
-
-def test_flatten_refuses_two_values_of_one_name():
-    with pytest.raises(ValueError, match=r"a\.b"):
-        flatten({"a.b": 1, "a": {"b": 2}})
-
-
 def test_a_crash_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     write_json_atomically(path, {"state": "old"})
@@ -277,23 +252,6 @@ def test_a_crash_leaves_the_old_file(tmp_path, monkeypatch):
         write_json_atomically(path, {"state": "new"})
     assert json.loads(path.read_text()) == {"state": "old"}
     assert os.listdir(tmp_path) == ["status.json"]
-
-
-def test_result_is_as_readable_as_umask_allows(tmp_path):
-    before = os.umask(0o027)
-    try:
-        mode = write_result(tmp_path, {}).stat().st_mode
-    finally:
-        os.umask(before)
-    assert mode & 0o777 == 0o640
-
-
-def test_versions(monkeypatch):
-    found = versions()
-    assert found["harness"] == __version__
-    assert found["python"] and found["torch"]
-    monkeypatch.setattr("harness.run.result._PACKAGES", ("no-such-package-at-all",))
-    assert versions()["no-such-package-at-all"] is None
 
 
 def test_git_commit(tmp_path, monkeypatch):

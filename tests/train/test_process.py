@@ -82,17 +82,6 @@ def test_the_recorder_can_be_switched_off(environment):
     )
 
 
-def test_changed_settings_are_shown_in_one_line(environment):
-    process.set_environment(tiny(), Path("/runs/x"))
-    assert process.describe(tiny(), "cpu") == process.describe(tiny("precision=bf16"), "cuda") == ""
-    assert process.describe(tiny(), "cuda").startswith(
-        "process: all products in float32, highest preci"
-    )
-    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    shown = process.describe(tiny("precision=bf16"), "cuda")
-    assert shown == "process: TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
-
-
 BLOCKS_TWICE = """
 import resource
 from harness.train.process import keep_freed_memory

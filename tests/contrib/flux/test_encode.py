@@ -214,24 +214,3 @@ def test_damage_is_found():
     manifest.write_text(manifest.read_text().replace("train-00000", "../train-00000"))
     with one_line(DataError, r"manifest\.json is damaged: .*'\.\./train-00000' is no name"):
         LatentSamples(folder, "train", seed=0, shuffle=False)
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ("data=drawn_shapes", "encode.target=null: must be given"),
-        ("encode.target=a data=synthetic", "data.kind=synthetic: has no pictures to encode"),
-        (
-            "encode.target=a",
-            "encode.samples=null: drawn shapes have no end; would work: encode.samples=10000",
-        ),
-        (
-            "encode.target=a encode.samples=1 data.options.crop=random",
-            "data.options.crop=random: a picture",
-        ),
-    ],
-)
-def test_mistakes_get_one_line(typed, message):
-    with pytest.raises(ConfigError) as raised:
-        run(*typed.split())
-    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
