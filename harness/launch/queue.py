@@ -23,8 +23,6 @@ from harness.config.slurm import minutes_of
 from harness.util.errors import EXIT_USER, MachineError, UserError
 
 COMMAND_SECONDS = 60
-# sbatch tries for a minute to reach a scheduler that does not answer.
-ANSWER_SECONDS = 5
 ATTEMPTS = 5
 LONGEST_COMMAND = 200  # characters of a command that an error message shows
 _SEPARATOR = "|"
@@ -166,17 +164,11 @@ def _require_configuration() -> None:
 def submit_script(script: Path) -> str:
     """Submit a script by sbatch; return the job's number."""
     command = ["sbatch", "--parsable", str(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        out, err = process.communicate(timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        where = os.environ.get("SLURM_CONF")
-        source = f" (SLURM_CONF={where})" if where else ""
-        sys.stderr.write(f"waiting for sbatch, which has not reached the scheduler yet{source}\n")
-        out, err = process.communicate()
-    number, _, _ = out.strip().partition(";")  # the name of the cluster may follow
-    if process.returncode != 0 or not number.isdigit():
-        message = " ".join((err or out).split()) or f"exit code {process.returncode}"
+    # It tries for a minute to reach a scheduler that does not answer.
+    done = subprocess.run(command, capture_output=True, text=True)
+    number, _, _ = done.stdout.strip().partition(";")  # the name of the cluster may follow
+    if done.returncode != 0 or not number.isdigit():
+        message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         if _NO_CONFIGURATION in message:
             raise NoSlurm("sbatch", "finds no configuration")
         if _NO_ANSWER.search(message):

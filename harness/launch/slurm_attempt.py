@@ -59,8 +59,6 @@ HOLD_SECONDS = 180.0
 # How long to retry when SLURM's controller is too busy to return a job's state.
 ANSWER_SECONDS = 60.0
 RETRY_SECONDS = 5.0
-# SLURM may send the signal before the time limit up to this much earlier than requested.
-LIMIT_SECONDS = 60.0
 SRUN_LOG = "srun.err"
 
 # slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-22T12:00:00 DUE TO JOB REQUEUE ***
@@ -156,7 +154,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     if not _has_progress(folder):
         folder.errors.record(None, NoProgress())
         return finish_run(job, folder, NoProgress.exit_code)
-    return _requeue(job, folder, allocation, time.monotonic() - started)
+    return _requeue(job, folder, allocation)
 
 
 def _may_pass(error: Exception, job: Job) -> bool:
@@ -300,10 +298,14 @@ class StepFailed(MachineError):
         super().__init__(f"srun {how}{tail}")
 
 
-def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
+def _requeue(job: Job, folder: RunFolder, allocation: Allocation) -> int:
     """Requeue a job that stopped after saving, at most ``cluster.max_requeues`` times."""
     if allocation.restarts >= job.cluster.max_requeues:
-        reason = _why_not_requeued(job, seconds)
+        limit = f"cluster.max_requeues={job.cluster.max_requeues} allows no further requeue"
+        reason = (
+            f"SLURM stopped the job, or its time limit was reached, and {limit}; the same command "
+            "continues from its last checkpoint"
+        )
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE, reason=reason)
         sys.stderr.write(f"{reason}\n")
         return EXIT_RESUMABLE
@@ -360,20 +362,6 @@ def _requeue_after(error: Exception, job: Job, folder: RunFolder, allocation: Al
     if is_queued or allocation.state() in _TAKEN:
         return EXIT_RESUMABLE
     return finish_run(job, folder, folder.errors.record(None, error)["exit_code"])
-
-
-def _why_not_requeued(job: Job, seconds: float) -> str:
-    config = job.cluster
-    if config.minutes is None:  # the partition's limit
-        why = "the time limit was reached, or SLURM stopped the job"
-    elif seconds > 60 * config.minutes - config.signal_seconds - LIMIT_SECONDS:
-        why = f"the time limit was reached (cluster.time={config.time})"
-    else:
-        why = "SLURM stopped the job"
-    return (
-        f"{why}, and cluster.max_requeues={config.max_requeues} allows no further requeue; the same command "
-        "continues from its last checkpoint"
-    )
 
 
 def srun_command(job: Job, run_dir: Path) -> list[str]:

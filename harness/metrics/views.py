@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 from harness.config.metrics import MetricsConfig
 from harness.util.encoding import dumps, flatten
 from harness.util.errors import EXIT_OK, STOPPED
-from harness.util.tables import Table
 
 _DEFAULT_PROJECT = "harness"
 _UPLOAD_SECONDS = 300.0
@@ -105,23 +104,6 @@ class WandbView:
         """An ``exit_code`` in ``summary`` other than 0 marks the run as failed."""
         self._run.summary.update(flatten(dict(summary)))
         self._run.finish(exit_code=int(summary.get("exit_code") or 0))
-
-
-def log_sweep(config: MetricsConfig, folder: Path, group: str, table: Table) -> None:
-    """Log the table of a sweep as a separate run in the sweep's group."""
-    import wandb
-
-    run = wandb.init(
-        dir=folder,
-        name=f"{group} table",
-        job_type="table",
-        group=group,
-        settings=wandb.Settings(console="off"),
-        **_account(config),
-    )
-    columns: list[str | int] = [each.heading for each in table.shown]
-    run.log({"points": wandb.Table(columns=columns, data=table.cells())})
-    run.finish()
 
 
 def _account(config: MetricsConfig) -> dict[str, Any]:

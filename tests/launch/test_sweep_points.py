@@ -302,11 +302,6 @@ def test_the_limit_holds_over_all_shapes(tmp_path):
         before = [array.after for array in arrays if array.after is not None]
         assert len(set(before)) == len(before)
         assert all(array.after is None or array.after < index for index, array in enumerate(arrays))
-    longer = points(tmp_path, "training.seed=1,2,3,4,5,6")
-    short = points(tmp_path, "parallelism.dp_shard=2", "training.seed=1,2")
-    assert [array.at_once for array in arrays_of([*longer, *short], 4)] == [3, 1], (
-        "the larger share"
-    )
 
 
 def test_scripts_have_limits_and_dependencies(tmp_path, capsys):

@@ -75,9 +75,9 @@ def test_a_job_whose_controller_died_is_found_and_requeued_once(commands):
     status, row = read(orphan / "status.json"), read(orphan / "result.json")
     # srun gets the signal too, and ends the ranks before they have saved.
     assert (status["state"], row["exit_code"]) == ("interrupted", EXIT_RESUMABLE)
-    assert status["reason"].startswith("SLURM stopped the job, and cluster.max_requeues=1"), (
-        logs_of(orphan)
-    )
+    assert status["reason"].startswith(
+        "SLURM stopped the job, or its time limit was reached, and cluster.max_requeues=1"
+    ), logs_of(orphan)
     assert read(orphan / "attempts" / "1" / "result.json")["saved"]
 
 

@@ -33,16 +33,14 @@ from harness.launch.sweep.folder import (
     unique_points,
 )
 from harness.metrics.console import progress
-from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
 from harness.util.tables import to_text
 from harness.util.words import plural
 
 SKIPPED_SHOWN = 10
-# Interval between queries of the queue: short after a change, then increasing.
-FOLLOW_SECONDS = 2.0
-LONGEST_FOLLOW_SECONDS = 30.0
+FOLLOW_SECONDS = 10.0
+"""Interval between queries of the queue."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,14 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     pieces = []
     for group in by_shape.values():
         pieces += [group[start : start + most] for start in range(0, len(group), most)]
-    shares = _shares([len(piece) for piece in pieces], limit)
     # As many chains as may run at once. In a chain each array waits for the one before it; the next
     # array goes to the chain with the fewest points.
-    chains = [Chain() for _ in range(min(limit, len(pieces)))]
+    count = min(limit, len(pieces))
+    chains = [Chain((limit + number) // count) for number in range(count)]
     arrays = []
     for index, piece in enumerate(pieces):
         shortest = min(chains, key=lambda chain: chain.points)
-        arrays.append(Array(piece, shares[index], shortest.last))
+        arrays.append(Array(piece, shortest.at_once, shortest.last))
         shortest.last = index
         shortest.points += len(piece)
     return arrays
@@ -86,22 +84,14 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
 
 @dataclass
 class Chain:
-    """Arrays that run one after another: the number of their points, and the index of the last array."""
+    """Arrays that run one after another, at most ``at_once`` points of them at once.
 
+    Also the number of their points, and the index of the last array.
+    """
+
+    at_once: int
     points: int = 0
     last: int | None = None
-
-
-def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """Divide the limit among arrays: one for each, then one at a time to the array with the longest queue."""
-    shares = [1] * len(lengths)
-    for _ in range(limit - len(lengths)):
-        queues = [length / share for length, share in zip(lengths, shares, strict=True)]
-        longest = max(queues, default=0)
-        if longest <= 1:
-            break
-        shares[queues.index(longest)] += 1
-    return shares
 
 
 @dataclass(frozen=True)
@@ -364,15 +354,13 @@ def run_point(point: Point) -> int:
 def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
     """Wait until no point is pending or running, printing changes; return whether the user interrupted it."""
     shown: dict[Path, str] = {}
-    wait = FOLLOW_SECONDS
     try:
         while True:
-            before = dict(shown)
             try:
                 seen = states_of(points)
             except SlurmError as error:
                 sys.stderr.write(f"WARNING {error}\n")
-                time.sleep(LONGEST_FOLLOW_SECONDS)
+                time.sleep(FOLLOW_SECONDS)
                 continue
             for name, each in zip(names, seen, strict=True):
                 if shown.get(each.run_dir, "pending") != each.state:
@@ -381,8 +369,7 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
                 shown[each.run_dir] = each.state
             if not any(each.state in BUSY for each in seen):
                 return False
-            wait = FOLLOW_SECONDS if shown != before else min(1.3 * wait, LONGEST_FOLLOW_SECONDS)
-            time.sleep(wait)
+            time.sleep(FOLLOW_SECONDS)
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped following; the jobs continue\n")
         return True
@@ -413,20 +400,4 @@ def _finish(
         )
     if stopped:
         return EXIT_INTERRUPTED
-    log_table(folder, points, seen)
     return 1 if left else EXIT_OK
-
-
-def log_table(folder: SweepFolder, points: Sequence[Point], seen: Sequence[RunState]) -> None:
-    """Log the table of a sweep to W&B if its runs use W&B."""
-    logged = [point.job for point in points if point.job.metrics.wandb]
-    if not logged:
-        return
-    try:
-        table = table_of(rows_of(points, seen), full_reasons=True)
-        log_sweep(logged[0].metrics, folder.path, folder.name, table)
-    except Exception as error:
-        # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.
-        sys.stderr.write(
-            f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n"
-        )

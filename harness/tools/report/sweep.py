@@ -12,7 +12,6 @@ from harness.compose.verb import Result, Verb
 from harness.launch.queue import cancel as cancel_jobs
 from harness.launch.state import HELD, read_states
 from harness.launch.sweep.folder import SweepFolder, points_in
-from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord
 from harness.tools.report.listing import VERIFY, list_runs
@@ -33,10 +32,8 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
 
 
 def collect(folder: Path) -> Result:
-    """Write what ``harness report`` writes, and log the table to W&B if the runs are there."""
-    sweep = SweepFolder.open(folder)
-    log_table(sweep, points := sweep.points(), states_of(points))
-    return report(folder)
+    """Write what ``harness report`` writes."""
+    return report(SweepFolder.open(folder).path)
 
 
 def cancel(folder: Path) -> int:
