@@ -35,11 +35,8 @@ SHARED = (
 STEP = "step"
 """In a change of weights, the key that does not name a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
-_COMMAND_OR_FIELD = re.compile(
-    r"(harness tokenize .*?tokenize\.target=[^\s']+'?)"
-    r"|(?<![\w/.@-])data(?:\.([a-z_]+)\b(?![./])|=)"
-)
-"""In an error: a command of ``harness tokenize``, or a field of ``data``, or ``data=``."""
+_FIELD = re.compile(r"(?<![\w/.@-])data(?:\.([a-z_]+)\b(?![./])|=)")
+"""In an error: a field of ``data``, or ``data=``."""
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
 
 
@@ -277,18 +274,17 @@ def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManage
 def errors_of_source(data: DataConfig, name: str) -> Iterator[None]:
     """Context manager that renames fields in errors: ``data.paths`` to ``data.sources.<name>.paths``.
 
-    Shared fields, file names and the commands of ``harness tokenize`` stay as they are.
+    Shared fields and file names stay as they are.
     """
-    names = {field.name for field in dataclasses.fields(data)} - {*SHARED, *MIXTURE_FIELDS[1:]}
+    names = {"kind=", *(field.name for field in dataclasses.fields(data))}
+    names -= {*SHARED, *MIXTURE_FIELDS[1:]}
 
     def replacement(found: re.Match[str]) -> str:
-        command, field = found.groups("")
-        if command or (field and field not in names):
-            return found[0]
-        return f"data.sources.{name}.{field or 'kind='}"
+        field = found[1] or "kind="
+        return f"data.sources.{name}.{field}" if field in names else found[0]
 
     def renamed(text: str) -> str:
-        return _COMMAND_OR_FIELD.sub(replacement, text)
+        return _FIELD.sub(replacement, text)
 
     try:
         yield

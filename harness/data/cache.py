@@ -6,27 +6,23 @@ content, so it is never stale and never modified. A damaged cache is rebuilt.
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.corpus import CorpusWriter, TokenizedSplit, content_key, open_shard, read_manifest
 from harness.data.documents import Source, source_of, tokenizer_of
 from harness.data.samples import Reading
 from harness.data.shards import MANIFEST, UNFINISHED
 from harness.data.tokenizer import Tokenizer
-from harness.util.errors import ConfigError, DataError, MachineError, as_typed
+from harness.util.errors import ConfigError, DataError, MachineError
 from harness.util.store import Damaged, only_builder, remove_abandoned, remove_folder
 
 UNIT_MIB = 16.0
 # How long the finished units of a cache that nobody continues are kept.
 _KEPT_SECONDS = 7 * 86400.0
 _GIB = 2**30
-_OPTIONS = {"text": "local_text", "jsonl": "local_jsonl", "parquet": "local_parquet"}
 
 
 def open_cache(
@@ -71,7 +67,7 @@ def open_cache(
                 raise DataError(f"token cache {folder} cannot be read: {error.strerror}") from error
         if not (folder / MANIFEST).exists():
             if not is_small(source):
-                raise too_large(source, tokenizer.config)
+                raise too_large(source)
             _build(folder, source, tokenizer, held_out)
     if wait_for_all is not None:
         wait_for_all()
@@ -154,53 +150,16 @@ def _size(source: Source) -> int:
     return sum(span.nbytes for span in source.spans(sys.maxsize))
 
 
-def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
-    """Return the error for a source that a job may not tokenize, with the command that does."""
+def too_large(source: Source) -> ConfigError:
+    """Return the error for a source that a job may not tokenize, with what does."""
     size = f"{_size(source) / _GIB:.3g} GiB"
     rule = f"{source.name} has {size} that are not tokenized, and all ranks would wait for them"
     limit = source.config.tokenize_limit_gib
     if not source.config.has_text:
         rule += "; harness tokenize does not read conversations"
         return ConfigError("data.tokenize_limit_gib", limit, rule, "null, which is no limit")
-    command = ["harness", "tokenize", *_data_overrides(source.config)]
-    if tokenizer is not None:
-        like = TokenizerConfig(kind="", path="")
-        command += _differing(
-            "tokenizer", tokenizer, like, ("kind", "path", "special", "bos", "eos")
-        )
     works = (
-        f"{shlex.join([*command, 'tokenize.target=corpus/NAME'])} and then data=tokens "
-        "'data.paths=[corpus/NAME]', or data.tokenize_limit_gib=null"
+        "harness tokenize with the same groups data and tokenizer and tokenize.target=corpus/NAME, then "
+        "data=tokens 'data.paths=[corpus/NAME]', or data.tokenize_limit_gib=null"
     )
     return ConfigError("data.tokenize_limit_gib", limit, rule, works)
-
-
-def _data_overrides(config: DataConfig) -> list[str]:
-    """Overrides that select a source; the defaults are those of the files in conf/data."""
-    if config.reads_files:
-        format = config.format if config.format in _OPTIONS else "text"
-        option = _OPTIONS[format]
-        like = DataConfig(format=format, validation_fraction=0.01)
-        names: tuple[str, ...] = ("paths", "exclude", "format", "encoding_errors")
-    else:
-        option = "c4"
-        like = DataConfig(subset="en", streaming=True, validation_split="validation", shuffle=False)
-        names = (
-            "dataset",
-            "subset",
-            "split",
-            "data_files",
-            "streaming",
-            "validation_split",
-            "shuffle",
-        )
-    names = (*names, "text_field", "validation_fraction")
-    return [f"data={option}", *_differing("data", config, like, names)]
-
-
-def _differing(group: str, config: Any, like: Any, names: tuple[str, ...]) -> list[str]:
-    return [
-        f"{group}.{name}={as_typed(getattr(config, name))}"
-        for name in names
-        if getattr(config, name) != getattr(like, name)
-    ]

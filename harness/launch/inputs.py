@@ -178,7 +178,7 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
         except DataError:  # the ranks may see other files
             continue
         if not (folder / MANIFEST).exists():
-            raise too_large(source, job.tokenizer)
+            raise too_large(source)
 
 
 @functools.cache

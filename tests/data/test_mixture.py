@@ -181,12 +181,12 @@ def test_a_source_can_be_an_option():
 
 
 def test_errors_of_a_source_name_its_fields():
-    """Shared fields, file names and commands stay."""
-    command = "harness tokenize data=local_text tokenize.target=corpus/NAME"
+    """Shared fields and file names stay."""
     for error, said in (
         (
-            ConfigError("data.dtype", 0, "no", command),
-            f"data.sources.web.dtype=0: no; would work: {command}",
+            ConfigError("data.dtype", 0, "no", "data=tokens data.dtype=null"),
+            "data.sources.web.dtype=0: no; would work: data.sources.web.kind=tokens "
+            "data.sources.web.dtype=null",
         ),
         (
             ConfigError("data.prefetch", 0, "too few"),
