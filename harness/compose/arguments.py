@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,9 +15,10 @@ from harness.compose.overrides import checked, namesakes
 from harness.config.fields import check_written
 from harness.util.errors import EXIT_OK, UserError
 
-CFG = ("job", "hydra", "all")
-SHOWS = ("help", "cfg")
+CFG = ("job",)
 _CONF = "--config-dir FOLDER, which adds your files to those of conf/"
+# Flags of which a command has one.
+ALONE = ("help", "cfg", "multirun")
 # Hydra's flags that are not supported, and what to type instead.
 REFUSED = {
     "--config-path": _CONF,
@@ -28,8 +28,8 @@ REFUSED = {
     "-sc": "--help, which lists groups, options and fields",
     "--run": "the command without it",
     "-r": "the command without it",
-    "--info": "--cfg all, which prints the composed job and Hydra's settings",
-    "-i": "--cfg all, which prints the composed job and Hydra's settings",
+    "--info": "--cfg job, which prints the composed job",
+    "-i": "--cfg job, which prints the composed job",
     "--experimental-rerun": "the overrides of overrides.txt in the run's folder",
 }
 
@@ -74,7 +74,7 @@ JOB_FLAGS = (
         "--cfg",
         choices=CFG,
         metavar="WHAT",
-        help="print the composed `job`, Hydra's part (`hydra`) or `all`",
+        help="print the composed `job`",
     ),
     Argument(
         "-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"
@@ -106,33 +106,19 @@ class CommandLine(argparse.Namespace):
     json: bool = False
     help: str | None = None
 
-    @property
-    def shown(self) -> list[str]:
-        """The given flags that show something about a job instead of running it."""
-        return [
-            f"--{name.replace('_', '-')}"
-            for name in SHOWS
-            if getattr(self, name) not in (None, False)
-        ]
-
     def validate_flags_of_job(self) -> None:
-        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check."""
-        given = [
-            flag.names[-1] for flag in JOB_FLAGS if getattr(self, flag.name) not in (None, False)
+        """Check which of JOB_FLAGS can be combined."""
+        asked = [
+            flag.names[-1]
+            for flag in JOB_FLAGS
+            if getattr(self, flag.name) not in (None, False) and flag.name in ALONE
         ]
-        if len(self.shown) > 1:
-            first, second, *_ = self.shown
+        if len(asked) > 1:
+            first, second, *_ = asked
             raise UserError(f"{second}: cannot be combined with {first}; would work: one of them")
-        one_job = [
-            name for name in given if name not in ("--multirun", "--config-name", "--config-dir")
-        ]
-        if self.multirun and one_job:
-            raise UserError(
-                f"{one_job[0]}: works for one job only; would work: the command without -m"
-            )
-        for name in ("--package", "--resolve"):
-            if name in given and self.cfg is None:
-                raise UserError(f"{name}: needs --cfg; would work: --cfg job {name}")
+        for name in ("package", "resolve"):
+            if getattr(self, name) and self.cfg is None:
+                raise UserError(f"--{name}: needs --cfg; would work: --cfg job --{name}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -178,21 +164,6 @@ class Parser(argparse.ArgumentParser):
         return []
 
     def error(self, message: str) -> NoReturn:
-        about = re.fullmatch(r"argument ([^:]+): (.+)", message, re.DOTALL)
-        name, problem = (about[1].split("/")[-1], about[2]) if about else ("", message)
-        choice = re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem, re.DOTALL)
-        if choice:
-            works = choice[2].replace("'", "")
-            wrong = (
-                f"{name}={choice[1]}" if name.startswith("-") else f"{choice[1]}: no such choice;"
-            )
-            raise UserError(f"{wrong}{':' if name.startswith('-') else ''} would work: {works}")
-        if problem == "expected one argument":
-            action = self._option_string_actions[name]
-            value = next(iter(action.choices or ()), action.metavar or action.dest.upper())
-            raise UserError(f"{name}: takes a value; would work: {name} {value}")
-        if given := re.fullmatch(r"ignored explicit argument '(.*)'", problem, re.DOTALL):
-            raise UserError(f"{name}={given[1]}: takes no value; would work: {name}")
         raise UserError(f"{message}; would work: {' '.join(self.format_usage().split()[1:])}")
 
 
@@ -212,20 +183,14 @@ def shown_config(line: CommandLine, *, config_name: str, schema: type) -> str:
     """Return the composed configuration as YAML, before it becomes a job, as ``--cfg`` asks for it."""
     from omegaconf import OmegaConf
 
-    composer = Composer(config_name, schema)
-    plain = composer.config(line.overrides, resolve=line.resolve)
-    config: Any = OmegaConf.create({} if line.cfg == "hydra" else plain)
-    if line.cfg != "job":
-        config = OmegaConf.merge(config, {"hydra": composer.settings(line.overrides)})
+    plain = Composer(config_name, schema).config(line.overrides, resolve=line.resolve)
+    shown: Any = OmegaConf.create(plain)
     with user_errors():
         if line.resolve:
-            OmegaConf.resolve(config)
-        shown = (
-            config if line.package in (None, "_global_") else OmegaConf.select(config, line.package)
-        )
+            OmegaConf.resolve(shown)
+        if line.package not in (None, "_global_"):
+            shown = OmegaConf.select(shown, line.package)
     if shown is None:
-        raise UserError(
-            f"--package={line.package}: no such part; would work: {', '.join(map(str, config))}"
-        )
+        raise UserError(f"--package={line.package}: no such part; would work: {', '.join(plain)}")
     head = "" if line.package is None else f"# @package {line.package}\n"
     return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"

@@ -40,6 +40,7 @@ from harness.config.texts import SecretError, masked
 from harness.config.types import UNSET, type_hints, with_types
 from harness.metrics.console import progress
 from harness.train.process import launched_ranks
+from harness.util.encoding import flat_items
 from harness.util.errors import ConfigError, UserError, as_typed
 
 POINTS = "points"
@@ -165,18 +166,6 @@ class Composer:
             )
         return dict(axes)
 
-    def settings(self, overrides: Iterable[str]) -> Any:
-        from hydra.types import RunMode
-
-        choices, values = self._split([parse(override) for override in overrides])
-        typed = [
-            *choices,
-            *(str(value.input_line) for value in values if value.is_hydra_override()),
-        ]
-        with user_errors():
-            loader = self._hydra.loader
-            return loader.load_configuration(self.config_name, typed, RunMode.RUN).hydra
-
     def _merged(
         self, overrides: list[Override], *, resolve: bool = False, left_out: Iterable[str] = ()
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -189,15 +178,8 @@ class Composer:
             model = partial(self._model, overrides)
             config = self._hydra.composed(self.config_name, tuple(choices), self.schema, model)
             settings = config.pop("hydra", None) or {}
-            for name, value in settings.items():
-                below = (
-                    {f".{key}": each for key, each in value.items()}
-                    if isinstance(value, dict)
-                    else {}
-                )
-                for key, each in (below or {"": value}).items():
-                    shown = f"hydra.{name}{key}={as_typed(each)} (in a file of the job)"
-                    check_setting(f"hydra.{name}{key}", shown)
+            for key, value in flat_items({"hydra": settings}):
+                check_setting(key, f"{key}={as_typed(value)} (in a file of the job)")
             for name in left_out:
                 part, _, field = name.partition(".")
                 config[part][field] = None
@@ -533,19 +515,15 @@ WORKS = (
 
 def check_axes(parsed: Iterable[Any]) -> None:
     """Refuse axes without points for a grid."""
-    from hydra.core.override_parser.types import Glob, RangeSweep
+    from hydra.core.override_parser.types import RangeSweep
 
     for axis in parsed:
         if not axis.is_sweep_override():
             continue
         typed = str(axis.input_line)
-        name = axis.key_or_group
         value = axis.value()
         if axis.is_interval_sweep():
             raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
-        if isinstance(value, Glob) and name not in groups():
-            rule = f"glob() chooses options of a group, and {name} is a field"
-            raise UserError(f"{typed}: {rule}; would work: values separated by commas")
         if isinstance(value, RangeSweep) and value.step == 0:
             raise UserError(f"{typed}: the step of a range must not be 0; would work: {WORKS}")
         if next(axis.sweep_iterator(), None) is None:

@@ -257,7 +257,7 @@ class Verb:
     def _composed(
         self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
     ) -> Call:
-        if line.shown:
+        if line.help is not None or line.cfg is not None:
             return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
@@ -308,9 +308,7 @@ def reported(error: Exception | KeyboardInterrupt) -> int:
     """Print the exception that is handled here; return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):
-        error = UserError(str(error))  # pathlib's error for a loop of links before Python 3.13
-    elif isinstance(error, ImportError):
+    if isinstance(error, ImportError):
         error = missing_package(error) or error
     elif isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         known = PATH_ERRORS.get(error.errno or 0)

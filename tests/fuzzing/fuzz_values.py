@@ -113,7 +113,7 @@ FLAGS = [
     *words(
         "-h --help --cfg -m -sc --info --package --run --resolve --jsn --json -x -- --- --cfg=job=x"
     ),
-    *words("-m=3 -ü --version -hx -cn --hydra-help -mc --multirun -1 -cd=folder --cfg=hydra"),
+    *words("-m=3 -ü --version -hx -cn --hydra-help -mc --multirun -1 -cd=folder --cfg=job"),
     *(
         "--cfg job",
         "--cfg nope",
@@ -139,7 +139,7 @@ FLAGS = [
         "--experimental-rerun x",
         "-cn x" + LONG,
     ),
-    *("--cfg all -p hydra", "--cfg job -p ''"),
+    *("--cfg job -p hydra", "--cfg job -p ''"),
 ]
 
 PARSED_FLAGS = words(
