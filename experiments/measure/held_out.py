@@ -43,7 +43,6 @@ from harness.tools.plan.make import (
     scale_constants,
 )
 from harness.tools.plan.plan import Plan
-from harness.tools.report.predictions import spearman
 from harness.util.words import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,6 +246,15 @@ def write(held: Sequence[Held]) -> None:
             writer.writerow(
                 [f"{value:.6g}" if isinstance(value, float) else value for value in values]
             )
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Spearman's rank correlation; None below 3 pairs or without variation."""
+    if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
+        return None
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(pairs).statistic)
 
 
 def report(held: Sequence[Held]) -> str:

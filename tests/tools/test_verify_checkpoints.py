@@ -15,9 +15,7 @@ from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.storage import Writer
 from harness.checkpoint.verify import verify
 from harness.compose.verb import guarded
-from harness.launch.sweep.folder import Point, SweepFolder
 from harness.run.folder import RunFolder
-from harness.tools.report.sweep import VERB as SWEEP
 from harness.tools.verify import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
@@ -128,33 +126,3 @@ def test_mistakes(tmp_path: Path, capsys: Capture) -> None:
         assert run(*typed) == EXIT_USER
         said = capsys.readouterr().err
         assert says in said and said.count("\n") == 1
-
-
-def test_a_sweep_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
-    folder, points = SweepFolder(tmp_path / "sweep"), []
-    folder.path.mkdir()
-    for seed, enable in ((1, "true"), (2, "true"), (3, "false")):
-        typed = [f"training.seed={seed}", f"checkpoint.enable={enable}"]
-        job = tiny(f"runs_dir={tmp_path}", "name=sweep", *typed)
-        run = RunFolder(job.run_dir)
-        run.plan(job, typed)
-        run.set_status("completed")
-        points.append(Point(job.id, job.run_dir, typed))
-    folder.add(points, [])
-    paths = [write(point.run_dir / "checkpoints", 4) for point in points[:2]]
-
-    def status(*flags: str) -> tuple[int, str]:
-        code = guarded(lambda: SWEEP.run_line(["status", str(folder.path), "--verify", *flags]))
-        return code, capsys.readouterr().out
-
-    code, said = status()
-    assert code == EXIT_OK
-    assert f"{paths[0]}: ok" in said and f"{points[2].run_dir}: there is no checkpoint" in said
-    flip(paths[1] / "__0_0.distcp", 600)
-    code, said = status()
-    assert code == EXIT_MACHINE and f"{paths[1]}: damaged: __0_0.distcp" in said
-    code, said = status("--json")
-    found = json.loads(said)
-    assert code == EXIT_MACHINE and found["skipped"] == []
-    assert [each["state"] for each in found["runs"]] == ["completed"] * 3
-    assert [each["state"] for each in found["checkpoints"]] == ["ok", "damaged"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.tools.report.plots import name_ticks
-from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit, Frontier
+from harness.tools.report.power_laws import COMPUTE, LEVEL, Frontier
 from harness.util.plots import COLORS, new_figure, save
 from harness.util.words import counted
 
@@ -21,64 +21,48 @@ _HELD_OUT = "#009e73"
 
 
 def draw_law(path: Path, title: str, made: Fits) -> str:
-    """Draw the law over compute, or fitted against measured losses; return the file's name."""
-    assert made.law is not None
-    figure = new_figure(7.6, 5.0)
-    axis = figure.subplots()
-    if made.law.law is COMPUTE:
-        _draw_compute(axis, made, made.law)
-    else:
-        _draw_against(axis, made, made.law)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
-    axis.set_title(f"{title}: {made.law.law.formula}", fontsize=11)
-    save(figure, path)
-    return path.name
-
-
-def _draw_compute(axis: Axes, made: Fits, law: Fit) -> None:
+    """Draw losses over compute, or over the losses of a law of two variables; return the file's name."""
     import numpy as np
 
-    every = [*made.runs, *(each.run for each in made.forecasts)]
-    flops = [run.flops for run in every]
-    grid = np.geomspace(0.7 * min(flops), 1.5 * max(flops), _POINTS)
-    curve = law.predict([[each] for each in grid])
-    axis.fill_between(
-        grid, [each.low for each in curve], [each.high for each in curve],
-        color=COLORS["predicted"], alpha=0.18, linewidth=0, label=f"{LEVEL:.0%} interval of the curve",
-    )  # fmt: skip
-    axis.plot(grid, [each.value for each in curve], color=COLORS["predicted"], label="fit")
+    law = made.law
+    assert law is not None
+
+    figure = new_figure(7.6, 5.0)
+    axis = figure.subplots()
+    if law.law is COMPUTE:
+        fitted = [run.flops for run in made.runs]
+        others = [each.run.flops for each in made.forecasts]
+        grid = np.geomspace(0.7 * min(fitted + others), 1.5 * max(fitted + others), _POINTS)
+        curve = law.predict([[each] for each in grid])
+        axis.fill_between(
+            grid, [each.low for each in curve], [each.high for each in curve],
+            color=COLORS["predicted"], alpha=0.18, linewidth=0, label=f"{LEVEL:.0%} interval of the curve",
+        )  # fmt: skip
+        axis.plot(grid, [each.value for each in curve], color=COLORS["predicted"], label="fit")
+    else:
+        fitted = [each.value for each in law.predict([run.variables(law.law) for run in made.runs])]
+        others = [each.predicted.value for each in made.forecasts]
+        ends = [min(fitted), max(fitted)]
+        axis.plot(ends, ends, color="#bbbbbb", linewidth=1, label="fitted = measured")
     axis.scatter(
-        [run.flops for run in made.runs], [run.loss or 0.0 for run in made.runs],
+        fitted, [run.loss or 0.0 for run in made.runs],
         color=COLORS["measured"], s=24, zorder=3, label="fitted runs",
     )  # fmt: skip
-    _draw_forecasts(axis, made, [each.run.flops for each in made.forecasts])
-    axis.set(xscale="log", yscale="log", xlabel="C, FLOPs", ylabel=made.loss.replace("_", " "))
-    name_ticks(axis.yaxis, _loss)
-
-
-def _draw_against(axis: Axes, made: Fits, law: Fit) -> None:
-    variables = [run.variables(law.law) for run in made.runs]
-    fitted = [interval.value for interval in law.predict(variables)]
-    measured = [run.loss or 0.0 for run in made.runs]
-    low = min(fitted + measured)
-    high = max(fitted + measured)
-    axis.plot(
-        [low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label="fitted = measured"
-    )
-    flops = [run.flops for run in made.runs]
-    points = axis.scatter(
-        fitted, measured, c=flops, norm="log", cmap="viridis", s=24, label="fitted runs"
-    )
-    figure = axis.get_figure()
-    assert figure is not None
-    figure.colorbar(points, ax=axis, label="C, FLOPs")  # type: ignore[union-attr]
-    _draw_forecasts(axis, made, [each.predicted.value for each in made.forecasts])
+    _draw_forecasts(axis, made, others)
     axis.set(
-        xscale="log", yscale="log", xlabel="loss of the fit", ylabel=made.loss.replace("_", " ")
+        xscale="log",
+        yscale="log",
+        xlabel="C, FLOPs" if law.law is COMPUTE else "loss of the fit",
+        ylabel=made.loss.replace("_", " "),
     )
-    name_ticks(axis.xaxis, _loss)
     name_ticks(axis.yaxis, _loss)
+    if law.law is not COMPUTE:
+        name_ticks(axis.xaxis, _loss)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+    axis.set_title(f"{title}: {law.law.formula}", fontsize=11)
+    save(figure, path)
+    return path.name
 
 
 def _draw_forecasts(axis: Axes, made: Fits, positions: Sequence[float]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from harness.compose.scale import count
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
-from harness.launch.rows import job_of
+from harness.launch.rows import Row, job_of
 from harness.model.accounting import account
 from harness.tools.report import fit_plots
 from harness.tools.report.power_laws import (
@@ -28,8 +28,6 @@ from harness.util.document import Block, Document, Figure
 from harness.util.errors import UserError
 from harness.util.tables import Column, Table
 from harness.util.words import counted as in_units
-
-Row = dict[str, Any]
 
 COLLINEAR = 2.0
 """Tokens per parameter must span at least this factor to separate the effects of model size and
@@ -307,7 +305,11 @@ def _forecast_in_words(each: Forecast, fitted: Sequence[FittedRun]) -> str:
 def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
     """Report the fits with these ``counted`` parameters, and write their pictures into ``folder``."""
     blocks: list[Block] = []
-    runs = _rows_of_runs(made)
+    runs = [_of_run(run) for run in made.runs]
+    if made.law is not None:
+        fitted = made.law.predict([run.variables(made.law.law) for run in made.runs])
+        for row, value in zip(runs, fitted, strict=True):
+            row |= {"fitted": value.value, "error": row["loss"] / value.value - 1}
     predictions = []
     for each in made.forecasts:
         found = each.predicted
@@ -347,15 +349,6 @@ def _of_run(run: FittedRun) -> Row:
         "C": run.flops,
     }
     return {"point": run.name, **sizes, "loss": run.loss}
-
-
-def _rows_of_runs(made: Fits) -> list[Row]:
-    rows = [_of_run(run) for run in made.runs]
-    if made.law is not None:
-        fitted = made.law.predict([run.variables(made.law.law) for run in made.runs])
-        for row, each in zip(rows, fitted, strict=True):
-            row |= {"fitted": each.value, "error": row["loss"] / each.value - 1}
-    return rows
 
 
 def _parabolas(by_parameters: Frontier, by_tokens: Frontier | None) -> Table:

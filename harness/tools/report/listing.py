@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.launch.listing import counted, rows_of, table_of
-from harness.launch.state import RunState, read_or_warn
+from harness.launch.state import read_or_warn
 from harness.launch.sweep.folder import SweepFolder, points_in
 from harness.launch.sweep.run import states_of
 from harness.launch.sweep.study import StudyRecord, best_in_words
 from harness.run.folder import METRICS, STATUS, RunFolder
-from harness.util.errors import EXIT_OK, UserError
 from harness.util.tables import to_text
 
 HELP = """`harness runs [FOLDER]`: all runs and their states, the last written first, or a sweep."""
@@ -25,7 +21,7 @@ HELP = """`harness runs [FOLDER]`: all runs and their states, the last written f
 _LEVELS = 4
 
 
-def list_runs(folder: Path, *, verify: bool = False) -> Result:
+def list_runs(folder: Path) -> Result:
     """List runs: age, state, step, speed, memory, loss, tags, and notes or the reason of a failure.
 
     Rows of runs of one name that ended without one are written; runs of several names are only
@@ -64,29 +60,7 @@ def list_runs(folder: Path, *, verify: bool = False) -> Result:
             "direction": study.direction,
             "best": None if best is None else best.overrides,
         }
-    if not verify:
-        return Result(data, text, code)
-    sys.stdout.write(text)
-    checkpoints, verified = _verify(seen)
-    return Result(data | {"checkpoints": checkpoints}, code=verified or code)
-
-
-def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
-    """Verify the newest checkpoint of each completed run."""
-    from harness.checkpoint.verify import verify_all
-
-    verdicts: list[dict[str, Any]] = []
-    code = EXIT_OK
-    for run in seen:
-        if run.state == "completed":
-            try:
-                found, found_code = verify_all([str(run.run_dir)], newest=True)
-            except UserError as error:  # the run was configured to save nothing
-                sys.stdout.write(f"{error}\n")
-                continue
-            verdicts += map(asdict, found)
-            code = max(code, found_code)
-    return verdicts, code
+    return Result(data, text, code)
 
 
 def _last_write(run_dir: Path) -> float:
@@ -102,17 +76,12 @@ def _age(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-VERIFY = Argument(
-    "--verify",
-    help="also compare the newest checkpoint of each completed run with its checksums",
-)
 VERB = Verb(
     "runs",
     list_runs,
     help=HELP,
     arguments=(
         Argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs"),
-        VERIFY,
     ),
     has_json=True,
 )

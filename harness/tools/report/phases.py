@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 from harness.config.job import Job
+from harness.launch.rows import Row
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.slow_ranks import own_seconds, slow_ranks
 from harness.metrics.window import EXCLUDED
@@ -23,7 +22,6 @@ from harness.util.plots import new_figure, save
 from harness.util.tables import Column, Table
 from harness.util.words import plural
 
-Row = dict[str, Any]
 FOLDER = "phases"
 PICTURE = "phases.png"
 PARTS = {
@@ -53,6 +51,7 @@ _COLORS = {
     "data": "#7a5230",
     "host": "#f2f2f2",
 }
+_PASSES = ("forward.", "backward.")
 _WAITS = ("dp", "tp", "cp", "ep", "pp", "sums")
 _MOST_RANKS = 64
 _OF_PARTS = (
@@ -62,20 +61,15 @@ _OF_PARTS = (
     Column("planned", "plan s", ".4f"),
     Column("ratio", "measured / plan", ".2f"),
 )
-_MEAN = Column("seconds", "mean s", ".4f")
-_RANGE = (
+_OF_PHASES = (
+    Column("stage", "stage"),
+    Column("phase", "phase"),
+    Column("seconds", "mean s", ".4f"),
+    Column("share", "share", ".1%"),
     Column("least", "least s", ".4f"),
     Column("most", "most s", ".4f"),
     Column("rank", "on rank"),
 )
-_OF_PHASES = (
-    Column("phase", "phase"),
-    Column("part", "part"),
-    _MEAN,
-    Column("share", "share", ".1%"),
-    *_RANGE,
-)
-_OF_STAGES = (Column("stage", "stage"), Column("phase", "phase"), _MEAN, *_RANGE)
 _OF_RANKS = (
     Column("rank", "rank"),
     Column("stage", "stage"),
@@ -125,9 +119,13 @@ def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> D
     if draw(out / PICTURE, by_rank, job):
         heading = "One step on all ranks"
         blocks += [f"## {heading}", Figure(PICTURE, heading)]
-    blocks.append(Table(_OF_PHASES, _rows_of_phases(means, step), "Phases"))
-    if job.parallelism.pp > 1:
-        blocks.append(Table(_OF_STAGES, _rows_of_stages(by_rank), "Passes of each stage"))
+    found = means_by_stage(by_rank) if job.parallelism.pp > 1 else {}
+    for rank, phases in means.items():
+        for phase, seconds in phases.items():
+            if not (found and phase.startswith(_PASSES)):
+                found.setdefault(("", phase), {})[rank] = seconds
+    text = "Passes by stage. Shares are those of the seconds of all ranks."
+    blocks.append(Table(_OF_PHASES, _rows_of_phases(found, len(means) * step), "Phases", [text]))
     blocks.append(Table(_OF_RANKS, _rows_of_ranks(by_rank, means), "Ranks"))
     return Document(f"Phases of {job.name}", summary, blocks, parts)
 
@@ -170,46 +168,40 @@ def _rows_of_parts(
     ]
 
 
-def _rows_of_phases(means: dict[int, dict[str, float]], step: float) -> list[Row]:
-    names = set(chain.from_iterable(means.values()))
-    rows = []
-    for name in sorted(names, key=_turn):
-        found = {rank: each[name] for rank, each in means.items() if name in each}
-        seconds = sum(found.values()) / len(means)
-        row = {"phase": name, "part": part_of(name), "seconds": seconds, "share": seconds / step}
-        rows.append(row | _range(found))
-    return rows
-
-
-def _rows_of_stages(by_rank: dict[int, list[Row]]) -> list[Row]:
-    found: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+def means_by_stage(by_rank: dict[int, list[Row]]) -> dict[tuple[str, str], dict[int, float]]:
+    """Return the seconds of passes in the mean step, by stage and phase, and then by rank."""
+    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for rank, rows in by_rank.items():
         # Only ranks with several stages write them; JSON's keys are text.
-        stages = rows[0].get("stages") or {str(rows[0]["stage"]): rows[0]["phases"]}
-        for stage in stages:
+        for stage in rows[0].get("stages") or [str(rows[0]["stage"])]:
             passes = [
                 (row.get("stages", {stage: row["phases"]})[stage], row["steps"]) for row in rows
             ]
             for phase, seconds in _mean_phases(passes).items():
-                if phase.startswith(("forward.", "backward.")):
-                    found[int(stage)][phase][rank] = seconds
-    made = []
-    for stage, phases in sorted(found.items()):
-        for phase in sorted(phases, key=_turn):
-            ranks = phases[phase]
-            row = {"stage": str(stage), "phase": phase, "seconds": mean(ranks.values())}
-            made.append(row | _range(ranks))
-    return made
+                if phase.startswith(_PASSES):
+                    found[stage, phase][rank] = seconds
+    return found
 
 
-def _turn(phase: str) -> tuple[int, str]:
-    """Order phases by part, then by name."""
-    return list(PARTS).index(part_of(phase)), phase
-
-
-def _range(of_ranks: dict[int, float]) -> Row:
-    most = max(of_ranks, key=lambda rank: of_ranks[rank])
-    return {"least": min(of_ranks.values()), "most": of_ranks[most], "rank": str(most)}
+def _rows_of_phases(found: dict[tuple[str, str], dict[int, float]], total: float) -> list[Row]:
+    """Return rows in the order of parts; a share is one of the ``total`` seconds of all ranks."""
+    parts = list(PARTS)
+    rows = []
+    for stage, phase in sorted(found, key=lambda key: (parts.index(part_of(key[1])), key)):
+        ranks = found[stage, phase]
+        most = max(ranks, key=lambda rank: ranks[rank])
+        rows.append(
+            {
+                "stage": stage,
+                "phase": phase,
+                "seconds": mean(ranks.values()),
+                "share": sum(ranks.values()) / total,
+                "least": min(ranks.values()),
+                "most": ranks[most],
+                "rank": str(most),
+            }
+        )
+    return rows
 
 
 def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, float]]) -> list[Row]:
@@ -249,9 +241,8 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     if not common:
         return False
     step = max(common)
-    rows = sorted(
-        (found[step] for found in with_spans), key=lambda row: (row["stage"], row["rank"])
-    )
+    rows = [found[step] for found in with_spans]
+    rows.sort(key=lambda row: (row["stage"], row["rank"]))
     rows = rows[:: -(-len(rows) // _MOST_RANKS)]
     origin = min(-row["aligned_at"] for row in rows)
     figure = new_figure(13, max(2.4, 1.3 + 0.32 * len(rows)))
@@ -267,11 +258,7 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
         used |= by_color.keys()
         for name, bars in by_color.items():
             axis.broken_barh(bars, (height - 0.42, 0.84), facecolors=_COLORS[name], linewidth=0)
-    staged = job.parallelism.pp > 1
-    names = [
-        f"stage {row['stage']}, rank {row['rank']}" if staged else f"rank {row['rank']}"
-        for row in rows
-    ]
+    names = [f"stage {row['stage']}, rank {row['rank']}" for row in rows]
     axis.set_yticks(range(len(rows)), names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("ms")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain, product
-from math import inf, isfinite, isnan, nan
+from itertools import chain
+from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING
 
-from harness.launch.rows import job_of
+from harness.launch.rows import Row
 from harness.metrics.jsonl import read_rows
 from harness.run.folder import METRICS
+from harness.tools.report.predictions import MEMORY, RATE
+from harness.tools.report.rounds import same_but_seed, without_seed
 from harness.util.plots import COLORS, new_figure, save, smoothed, ticks
-from harness.util.tables import Row
-from harness.util.words import NOT_MEASURED, counted, plural, shortened
+from harness.util.words import NOT_MEASURED, counted, figure, plural, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,12 +32,7 @@ WORDS = {
     "expected": "predicted, machine of the measurement",
     "measured": "measured",
 }
-RATE = "tokens_per_second_per_rank"
-MEMORY = "memory_gib"
 _INCHES_PER_BAR = 0.2
-_INCHES_PER_LINE = 0.16
-_INCHES_PER_LETTER = 0.075
-_LETTERS_PER_LINE = 48
 _AROUND = 1.5
 """Inches of title, axis and legend."""
 _PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank, GiB"))
@@ -50,8 +44,12 @@ _OF_RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 _GREY = "#bbbbbb"
 _STYLES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 60
-_SEED = re.compile("(^| )seed=[^ ]+")
-_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+# Axes of losses, by the key of their rows: words, and the size of a unit.
+_SIDES = {
+    "step": ("step", 1.0),
+    "tokens": ("tokens", 1.0),
+    "seconds": ("hours of training", 3600.0),
+}
 
 
 @dataclass(frozen=True)
@@ -75,23 +73,17 @@ class Curve:
     def points(self, by: str, loss: str, smooth: int) -> tuple[list[float], ...]:
         """Return positions, and the mean, lowest and highest loss there; NaN if one is not finite."""
         at: dict[int, list[tuple[float, float]]] = {}
-        ends = []
         for run in self.runs:
             rows = [row for row in run if loss in row]
-            ends += [row["step"] for row in rows[-1:]]
             values = [row[loss] if isfinite(row[loss]) else nan for row in rows]
             for row, value in zip(rows, smoothed(values, smooth), strict=True):
                 at.setdefault(row["step"], []).append((row[by], value))
-        made: list[list[float]] = [[], [], [], []]
-        for step, pairs in sorted(at.items()):
-            if len(pairs) < sum(end >= step for end in ends):
-                continue  # runs with other log intervals
-            places, values = map(list, zip(*pairs, strict=True))
-            mean = fmean(values)
-            sides = (nan, nan) if isnan(mean) else (min(values), max(values))
-            for one, value in zip(made, (fmean(places), mean, *sides), strict=True):
-                one.append(value)
-        return tuple(made)
+        points = []
+        for _, pairs in sorted(at.items()):
+            losses = [value for _, value in pairs]
+            place = fmean(place for place, _ in pairs)
+            points.append((place, fmean(losses), min(losses), max(losses)))
+        return tuple(map(list, zip(*points, strict=True))) or ([], [], [], [])
 
 
 def _losses_of(run: Sequence[Row], kind: str) -> list[float]:
@@ -126,26 +118,19 @@ def read_losses(path: Path) -> list[Row]:
 
 def curves_of(rows: Sequence[Row]) -> list[Curve]:
     """Return the losses of rows whose run folders are here, the lowest loss at the end first."""
-    found: dict[str, Curve] = {}
-    for row in rows:
-        job = job_of(dict(row))
-        run = read_losses(Path(row["run_dir"]) / METRICS) if row.get("run_dir") else []
-        if run and job is not None:
-            key = replace(job, training=replace(job.training, seed=0)).id
-            found.setdefault(key, Curve(row["point"], job.numerics_id, [])).runs.append(run)
-    names = [without_seed(each.name) for each in found.values()]
-    if len(set(names)) < len(names):
-        names = [each.name for each in found.values()]
+    with_folders = [row for row in rows if row.get("run_dir")]
     curves = []
-    for each, name in zip(found.values(), names, strict=True):
-        seeds = f"({len(each.runs)} seeds)" if len(each.runs) > 1 else ""
-        curves.append(replace(each, name=f"{name} {seeds}".strip() or each.name))
+    for seeds in same_but_seed(with_folders):
+        read = [read_losses(Path(row["run_dir"]) / METRICS) for row in seeds.values()]
+        runs = [run for run in read if run]
+        if not runs:
+            continue
+        first = next(iter(seeds.values()))
+        name = without_seed(first["point"])
+        if len(runs) > 1:
+            name = f"{name} ({len(runs)} seeds)".strip()
+        curves.append(Curve(name or first["point"], first["numerics_id"], runs))
     return sorted(curves, key=lambda each: each.last)
-
-
-def without_seed(name: str) -> str:
-    """Return the name of a point without its seed."""
-    return _SEED.sub("", name).strip()
 
 
 def can_draw() -> bool:
@@ -164,24 +149,17 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
     """
     curves = curves_of(rows)
     runs = list(chain.from_iterable(curve.runs for curve in curves))
-    every = list(chain.from_iterable(runs))
-    logged = set(chain.from_iterable(every))
+    logged = set(chain.from_iterable(chain.from_iterable(runs)))
     kinds = [loss for loss in LOSSES if loss in logged]
     if not kinds or not can_draw():
         return False
-    most = max(row["seconds"] for row in every)
-    unit, size = next(each for each in _UNITS if most >= 2 * each[1] or each[1] == 1)
-    sides = {
-        "step": ("step", 1.0),
-        "tokens": ("tokens", 1.0),
-        "seconds": (f"{unit} of training", size),
-    }
-    figure = new_figure(13, 1.2 + 3.3 * len(kinds))
-    panels = figure.subplots(len(kinds), len(sides), sharex="col", sharey="row", squeeze=False)
+    drawing = new_figure(13, 1.2 + 3.3 * len(kinds))
+    panels = drawing.subplots(len(kinds), len(_SIDES), sharex="col", sharey="row", squeeze=False)
     for line, loss in zip(panels, kinds, strict=True):
         over = smooth if loss == "loss" else 1
-        for axis, by in zip(line, sides, strict=True):
-            _draw_losses(axis, curves, by, sides[by][1], loss, over)
+        for axis, (by, (words, size)) in zip(line, _SIDES.items(), strict=True):
+            _draw_losses(axis, curves, by, size, loss, over)
+            axis.set_xlabel(words if loss == kinds[-1] else "")
             axis.locator_params(axis="x", nbins=6)
             axis.xaxis.set_major_formatter(
                 lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}"
@@ -194,16 +172,14 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
             place = {"transform": line[0].transAxes, "ha": "right", "va": "top"}
             line[0].text(0.97, 0.95, f"{plural(above, 'point')} above" if above else "", **place)
         line[0].set_ylabel(LOSSES[loss] + (f", mean of {over} rows" if over > 1 else ""))
-    for axis, (words, _) in zip(panels[-1], sides.values(), strict=True):
-        axis.set_xlabel(words)
     handles, names = panels[0][0].get_legend_handles_labels()
     if len(curves) > 1:
         columns = max(1, int(12 / (0.8 + 0.09 * max(map(len, names)))))
-        figure.legend(
+        drawing.legend(
             handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
         )
-    figure.suptitle(title, fontsize=11)
-    save(figure, path)
+    drawing.suptitle(title, fontsize=11)
+    save(drawing, path)
     return True
 
 
@@ -266,34 +242,25 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
             kinds.append(kind)
     if not kinds or not rows or not can_draw():
         return False
-    wrapped = [textwrap.wrap(name, _LETTERS_PER_LINE) or [name] for name in names]
-    labels = ["\n".join(lines) for lines in wrapped]
-    per_row = max(_INCHES_PER_BAR * (len(kinds) + 0.8), _INCHES_PER_LINE * max(map(len, wrapped)))
-    widest = max(map(len, chain.from_iterable(wrapped)))
-    figure = new_figure(9 + _INCHES_PER_LETTER * widest, max(_AROUND + per_row * len(rows), 2.6))
-    panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    per_row = _INCHES_PER_BAR * (len(kinds) + 0.8)
+    drawing = new_figure(13, max(_AROUND + per_row * len(rows), 2.6))
+    panels = drawing.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axis, (fact, what) in zip(panels, _PANELS, strict=True):
         _draw_bars(axis, rows, kinds, fact)
         axis.set_xlabel(what)
+    labels = [shortened(name, _LONGEST_NAME) for name in names]
     panels[0].set_yticks(range(len(rows)), labels, fontsize=8)
     panels[0].invert_yaxis()
     if len(kinds) > 1:
         handles, words = panels[0].get_legend_handles_labels()
-        figure.legend(handles, words, loc="outside lower center", ncols=len(kinds), frameon=False)
-    figure.suptitle(title, fontsize=11)
-    save(figure, path)
+        drawing.legend(handles, words, loc="outside lower center", ncols=len(kinds), frameon=False)
+    drawing.suptitle(title, fontsize=11)
+    save(drawing, path)
     return True
 
 
 def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str) -> None:
     width = 0.8 / len(kinds)
-    shown = [row.get(f"{kind}.{fact}") or 0.0 for kind, row in product(kinds, rows)]
-    most = max(shown, default=0.0)
-    form = ",.2f"
-    if most >= 500:
-        form = ",.0f"
-    elif most >= 10:
-        form = ",.1f"
     for number, kind in enumerate(kinds):
         positions = [index + (number - (len(kinds) - 1) / 2) * width for index in range(len(rows))]
         values = [row.get(f"{kind}.{fact}") for row in rows]
@@ -313,12 +280,11 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
                     # The range of the steps' rates, across the end of the bar.
                     axis.plot([low, high], [position, position], color="#1b1f24", linewidth=1)
                     end = max(value, high)
-            axis.text(end, position, f" {value:{form}}{mfu}", va="center", fontsize=7)
+            axis.text(end, position, f" {figure(value)}{mfu}", va="center", fontsize=7)
     for index, row in enumerate(rows):
         if fact == RATE and row["state"] not in ("completed", NOT_MEASURED) and "measured" in kinds:
             offset = (len(kinds) - 1) / 2 * width
-            failure = ": ".join(part for part in (row["state"], row.get("kind")) if part)
-            axis.text(0, index + offset, f" {failure}", va="center", fontsize=7)
+            axis.text(0, index + offset, f" {row['state']}", va="center", fontsize=7)
     axis.margins(x=0.16)
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)

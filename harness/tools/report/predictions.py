@@ -96,12 +96,3 @@ def errors_in_words(rows: Sequence[Row], key: str) -> str:
         return ""
     median = statistics.median(known)
     return f"median error {median:.1%}, worst {max(known):.1%} ({plural(len(known), 'row')})"
-
-
-def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rank correlation; None below 3 pairs or without variation."""
-    if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
-        return None
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(pairs).statistic)

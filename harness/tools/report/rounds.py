@@ -6,12 +6,13 @@ more than their medians.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from harness.config.fields import with_value
 from harness.launch.rows import Row, job_of
-from harness.tools.report.plots import without_seed
 from harness.tools.report.predictions import RATE
 from harness.util.tables import Column, Table
 
@@ -38,6 +39,23 @@ _MEDIANS = {
 }
 _NOTE = """Medians and ranges of runs that differ only in their seed. A ratio is of the tokens per second of \
 two runs with the same seed. Look at the ranges first: on a machine with other work to do they are wide."""
+_SEED = re.compile("(^| )seed=[^ ]+")
+
+
+def same_but_seed(rows: Sequence[Row]) -> list[dict[int, Row]]:
+    """Group rows by their job apart from its seed; each group has its rows by seed."""
+    groups: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        job = job_of(row)
+        if job is not None:
+            key = with_value(job, "training.seed", 0).id
+            groups.setdefault(key, {})[job.training.seed] = row
+    return list(groups.values())
+
+
+def without_seed(name: str) -> str:
+    """Return the name of a point without its seed."""
+    return _SEED.sub("", name).strip()
 
 
 @dataclass(frozen=True)
@@ -66,16 +84,10 @@ def ratios_by_round(ours: Mapping[int, float], theirs: Mapping[int, float]) -> l
 
 def tables_of_rounds(rows: Sequence[Row]) -> list[Table]:
     """Return a table of jobs with their spread over rounds; none if every job ran once."""
-    jobs: dict[str, dict[int, Row]] = {}
-    for row in rows:
-        job = job_of(row)
-        if job is not None and row.get(f"measured.{RATE}") is not None:
-            key = replace(job, training=replace(job.training, seed=0)).id
-            jobs.setdefault(key, {})[job.training.seed] = row
-    if all(len(rounds) == 1 for rounds in jobs.values()):
+    jobs = same_but_seed([row for row in rows if row.get(f"measured.{RATE}") is not None])
+    if all(len(rounds) == 1 for rounds in jobs):
         return []
-    first = next(iter(jobs.values()))
-    lines = [_line(rounds, None if rounds is first else first) for rounds in jobs.values()]
+    lines = [_line(rounds, None if rounds is jobs[0] else jobs[0]) for rounds in jobs]
     return [Table(_COLUMNS, lines, "Rounds", [_NOTE])]
 
 

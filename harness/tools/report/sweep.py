@@ -14,7 +14,7 @@ from harness.launch.state import HELD, read_states
 from harness.launch.sweep.folder import SweepFolder, points_in
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord
-from harness.tools.report.listing import VERIFY, list_runs
+from harness.tools.report.listing import list_runs
 from harness.tools.report.verb import report
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.words import plural
@@ -79,7 +79,7 @@ VERB = Verb(
             "status",
             list_runs,
             help="Show every point, as `harness runs FOLDER` does.",
-            arguments=(_folder(", or of a run"), VERIFY),
+            arguments=(_folder(", or of a run"),),
             has_json=True,
         ),
         Verb(

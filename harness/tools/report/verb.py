@@ -21,9 +21,17 @@ from harness.util.tables import Table
 
 HELP = """`harness report FOLDER`: tables and plots of runs or a sweep."""
 
-FILES = ("tables.md", "table.csv", "index.html")
-OF_PHASES = ("phases.md", "phases.csv", "phases.html")
-OF_FITS = ("fits.md", "fits.csv", "fits.html")
+_FILES = {
+    "runs": ("tables.md", "table.csv", "index.html"),
+    "phases": ("phases.md", "phases.csv", "phases.html"),
+    "fits": ("fits.md", "fits.csv", "fits.html"),
+}
+_TAKES = {
+    "runs": ("--calibration", "--smooth"),
+    "phases": ("--calibration",),
+    "fits": ("--fits", "--hold-out", "--counted"),
+}
+"""Flags that have an effect on each kind of report."""
 _NOT_DRAWN = "without pictures: matplotlib is not installed; would work: pip install -e '.[report]'"
 
 
@@ -45,61 +53,52 @@ def report(
             another.
     """
     out = out or folder / "report"
-    if what is not None:
-        others: dict[str, object] = {"--fits": fits, "--hold-out": hold_out}
-        others |= {"--counted": counted, "--smooth": smooth}
-        return _phases(folder, out, calibration, others)
-    if smooth is not None and smooth < 1:
-        raise UserError(f"--smooth={smooth}: must be at least 1; would work: --smooth 10")
-    if fits:
-        for name, given in (("--calibration", calibration), ("--smooth", smooth)):
-            if given:
-                raise UserError(f"{name}: cannot be combined with --fits; would work: one of them")
-        return _fits(folder, out, hold_out or 0, counted or COUNTED[0])
-    for name, value in (("--hold-out", hold_out), ("--counted", counted)):
-        if value is not None:
-            raise UserError(f"{name}={value}: is for fits; would work: --fits {name} {value}")
+    kind = what or ("fits" if fits else "runs")
+    given: dict[str, object] = {
+        "--calibration": calibration,
+        "--smooth": smooth,
+        "--fits": fits or None,
+    }
+    given |= {"--hold-out": hold_out, "--counted": counted}
+    for name, value in given.items():
+        if value is not None and name not in _TAKES[kind]:
+            works = " or ".join(f"a report of {other}" for other in _TAKES if name in _TAKES[other])
+            raise UserError(f"{name}: has no effect on a report of {kind}; would work: {works}")
+    for name, number, least in (("--smooth", smooth, 1), ("--hold-out", hold_out, 0)):
+        if number is not None and number < least:
+            raise UserError(
+                f"{name}={number}: must be at least {least}; would work: {name} {least}"
+            )
+    if kind == "fits":
+        counted = counted or COUNTED[0]
+        found = fits_of(load(folder), counted=counted, hold_out=hold_out or 0)
+        return _written(report_fits(folder.resolve().name, found, counted, out), out, "fits")
     constants = calibration_of(folder, calibration)
+    if kind == "phases":
+        made = report_phases(folder, out, constants)
+        written = _written(made, out, "phases")
+        shown = made.blocks[0]
+        assert isinstance(shown, Table)
+        table = to_markdown(replace(shown, title="", notes=()))
+        return replace(written, text=f"{table}\n{written.text}")
     rows = with_predictions(load(folder), constants)
     study = StudyRecord.read(folder)
     made = report_runs(folder.resolve().name, rows, out, constants, study, smooth or 1)
-    return _written(made, out, FILES)
+    return _written(made, out, "runs")
 
 
-def _phases(folder: Path, out: Path, calibration: Path | None, others: dict[str, object]) -> Result:
-    for name, value in others.items():
-        if value:
-            raise UserError(f"{name}: cannot be combined with phases; would work: one of them")
-    made = report_phases(folder, out, calibration_of(folder, calibration))
-    written = _written(made, out, OF_PHASES)
-    shown = made.blocks[0]
-    assert isinstance(shown, Table)
-    return Result(
-        written.data, f"{to_markdown(replace(shown, title='', notes=()))}\n{written.text}"
-    )
-
-
-def _written(made: Document, out: Path, names: tuple[str, str, str]) -> Result:
-    files = made.write(out, *names)
-    return Result(
-        {
-            "title": made.title,
-            "summary": list(made.summary),
-            "files": files,
-            "rows": list(made.rows),
-        },
-        "".join(
-            f"{line}\n" for line in [*made.summary, *files, *([] if can_draw() else [_NOT_DRAWN])]
-        ),
-    )
-
-
-def _fits(folder: Path, out: Path, hold_out: int, counted: str) -> Result:
-    """Fit scaling laws to the runs of a folder."""
-    if hold_out < 0:
-        raise UserError(f"--hold-out={hold_out}: must be at least 0; would work: --hold-out 1")
-    made = fits_of(load(folder), counted=counted, hold_out=hold_out)
-    return _written(report_fits(folder.resolve().name, made, counted, out), out, OF_FITS)
+def _written(made: Document, out: Path, kind: str) -> Result:
+    files = made.write(out, *_FILES[kind])
+    data = {
+        "title": made.title,
+        "summary": list(made.summary),
+        "files": files,
+        "rows": list(made.rows),
+    }
+    lines = [*made.summary, *files]
+    if not can_draw():
+        lines.append(_NOT_DRAWN)
+    return Result(data, "".join(f"{line}\n" for line in lines))
 
 
 VERB = Verb(

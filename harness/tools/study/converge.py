@@ -74,15 +74,12 @@ _NARROW = ("technique", "final_loss", "final", "speed", "norm", "verdict", "reas
 SHORT = tuple(column for column in COLUMNS if column.key in _NARROW)
 """Columns of the table on the terminal."""
 _TYPED = (Column("technique", "technique"), Column("overrides", "overrides"))
-CURVES = "curves.png"
 DIFFERENCES = "differences.png"
 _PREFIXES = {FINAL: "final", SPEED: "speed", NORM: "norm"}
 """Beginning of the columns of each measure."""
 _COLUMNS = 4
 _WIDTH = 2.7
 _HEIGHT = 1.5
-_STYLES = ("-", "--", ":", "-.")
-"""Styles of lines; each has ten colours."""
 
 
 def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
@@ -250,11 +247,9 @@ def report_of(
     judged = [each for each in compared if each.verdict is not None]
     blocks: list[Block] = [Table(COLUMNS, rows, "Verdicts", _method(config))]
     if judged:
-        draw_curves(folder / CURVES, control, judged, config)
         draw_differences(folder / DIFFERENCES, control, judged, config)
         text = "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
-        text += "bound of the final loss."
-        blocks += ["## Curves", Figure(CURVES, "Curves")]
+        text += "bound of the final loss. The losses themselves: `harness report` of the folder of the runs."
         blocks += ["## Paired differences", text, Figure(DIFFERENCES, "Paired differences")]
     blocks.append(Table(_TYPED, rows, "Techniques", [f"`{command}`", *_provenance(compared[0])]))
     return Document(title, summary_of(compared, config), blocks, rows)
@@ -303,39 +298,6 @@ def _provenance(control: Compared) -> list[str]:
     return [f"Ran on {', '.join(facts)}."] if row else []
 
 
-def draw_curves(
-    path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig
-) -> None:
-    """Plot each technique's mean curve over the control's, whose band is the range of its seeds."""
-    figure = new_figure(9, 5)
-    axis = figure.subplots()
-    low, mean_of_control, high = _band(list(control.losses.values()), config)
-    axis.fill_between(control.steps, low, high, color="#dddddd", label="control, range of seeds")
-    for number, each in enumerate(judged):
-        assert each.curves is not None
-        _, mean, _ = _band(list(each.curves.losses.values()), config)
-        style = _STYLES[number // 10 % len(_STYLES)]
-        axis.plot(control.steps, mean, linewidth=0.8, linestyle=style, label=each.technique.name)
-    axis.plot(
-        control.steps,
-        mean_of_control,
-        color="black",
-        linewidth=1.2,
-        linestyle="--",
-        label="control",
-    )
-    axis.set(
-        xlabel="step",
-        ylabel=f"loss, nats per token, mean of {config.smooth_steps} steps",
-        yscale="log",
-    )
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-    axis.yaxis.set_minor_formatter(lambda value, _: f"{value:.3g}")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False, fontsize=7)
-    save(figure, path)
-
-
 def draw_differences(
     path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig
 ) -> None:
@@ -349,11 +311,13 @@ def draw_differences(
         percent = [
             100 * (own / control.losses[seed] - 1) for seed, own in each.curves.losses.items()
         ]
-        low, mean, high = _band(percent, config)
+        smooth = [smoothed(curve.tolist(), config.smooth_steps) for curve in percent]
         color = COLORS["predicted"] if each.word == EQUAL else COLORS["measured"]
         axis.axhspan(-bound, bound, color="#eeeeee", linewidth=0)
+        low = np.min(smooth, axis=0)
+        high = np.max(smooth, axis=0)
         axis.fill_between(control.steps, low, high, color=color, alpha=0.3, linewidth=0)
-        axis.plot(control.steps, mean, color=color, linewidth=1)
+        axis.plot(control.steps, np.mean(smooth, axis=0), color=color, linewidth=1)
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set_title(f"{each.technique.name}: {each.word}", fontsize=8)
         axis.tick_params(labelsize=7)
@@ -363,12 +327,6 @@ def draw_differences(
     figure.supxlabel("step", fontsize=8)
     figure.supylabel("difference from the control, %", fontsize=8)
     save(figure, path)
-
-
-def _band(curves: Sequence[Losses], config: ConvergeConfig) -> tuple[Losses, Losses, Losses]:
-    """Return the lowest, the mean and the highest of smoothed curves, step by step."""
-    smooth = [smoothed(curve.tolist(), config.smooth_steps) for curve in curves]
-    return np.min(smooth, axis=0), np.mean(smooth, axis=0), np.max(smooth, axis=0)
 
 
 VERB = Verb("converge", converge, help=HELP, job=ConvergeJob, has_json=True, is_alone=True)

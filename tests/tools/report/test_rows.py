@@ -18,7 +18,7 @@ from made import DEVICE, leave, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
 from harness.launch.listing import rows_of, table_of
-from harness.launch.rows import KEPT, in_short, job_of, keep, load, of_points, read_kept, shortened
+from harness.launch.rows import KEPT, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.folder import SweepFolder, command_of
 from harness.metrics.slow_ranks import SlowRank
@@ -305,8 +305,7 @@ def test_differing_models_are_summarized(tmp_path: Path) -> None:
     table = report_runs("t", rows, tmp_path).blocks[0]
     assert isinstance(table, Table)
     text = table.notes[0]
-    assert text.startswith("The numerics of all runs differ (model (") and len(text) < 200
-    assert in_short(["model.dim", "optimizer.lr"]) == "model.dim, optimizer.lr"
+    assert text.startswith("The numerics of runs differ (model (") and len(text) < 200
 
 
 def test_losses_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +332,7 @@ def test_losses_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     control = "lr=0.001 (2 seeds)"
     for smooth, seeds in ((1, [3.1, 2.1, 1.6]), (2, [3.1, 2.6, 1.85])):
         assert plots.losses(tmp_path / "x.png", "t", load(tmp_path), smooth)
-        for axis, last in zip(figures[-1].axes, (3, 24, 1.5), strict=True):
+        for axis, last in zip(figures[-1].axes, (3, 24, 1.5 / 3600), strict=True):
             lines = {line.get_label(): line for line in axis.lines}
             named = [f"lr=0.000{n}" for n in range(1, 7)]
             assert [name for name in lines if name[0] != "_"] == [
