@@ -75,19 +75,19 @@ MODEL = model_of(*TINY)
 
 
 @pytest.fixture
-def weights() -> Weights:
+def weights():
     return ours(transformer(MODEL), MODEL)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def theirs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf") / "theirs"
     transformer(MODEL).save_pretrained(folder, max_shard_size="100KB")
     return folder
 
 
 @pytest.fixture
-def copy(theirs: Path, tmp_path: Path) -> Path:
+def copy(theirs, tmp_path):
     return Path(shutil.copytree(theirs, tmp_path / "theirs"))
 
 
@@ -172,7 +172,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_formats(row: str, tmp_path: Path, capsys: Capture) -> None:
+def test_formats(row, tmp_path, capsys):
     source, target, tied = row.split()
     overrides = TIED if tied == "tied" else TINY
     model = model_of(*overrides)
@@ -186,9 +186,7 @@ def test_formats(row: str, tmp_path: Path, capsys: Capture) -> None:
     require_same(read_target(target, tmp_path / "out", model), weights)
 
 
-def test_another_number_format_and_a_tokenizer(
-    copy: Path, weights: Weights, tmp_path: Path
-) -> None:
+def test_another_number_format_and_a_tokenizer(copy, weights, tmp_path):
     half = ("convert.format=hf", "convert.dtype=bfloat16", "convert.max_shard_gb=0.0001", *TINY)
     run(copy, tmp_path / "half", *half)
     expected = {name: tensor.bfloat16() for name, tensor in weights.items()}
@@ -217,9 +215,7 @@ def test_another_number_format_and_a_tokenizer(
 
 
 @pytest.mark.parametrize("place", ["run", "memory://bucket/run"])
-def test_a_run_gives_its_newest_complete_checkpoint(
-    place: str, weights: Weights, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_run_gives_its_newest_complete_checkpoint(place, weights, tmp_path, capsys):
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (1, 2, 3):
         save_training(checkpoints, step, weights, MODEL)
@@ -245,7 +241,7 @@ def test_a_run_gives_its_newest_complete_checkpoint(
     require_same(read_dcp(tmp_path / "out", MODEL), weights)
 
 
-def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_checkpoint(tmp_path):
     """A typed one wins over the manifest's, which must fit the model."""
     model = model_of("model=llama3_tiny", "model.vocab_size=2048", "model.n_layers=1")
     source = save_training(tmp_path, 1, ours(transformer(model), model), model)
@@ -265,7 +261,7 @@ def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
     run(source, tmp_path / "c", "convert.format=hf", "tokenizer=none")
 
 
-def test_another_model_is_refused(copy: Path, weights: Weights, tmp_path: Path) -> None:
+def test_another_model_is_refused(copy, weights, tmp_path):
     write_source("meta_1", tmp_path / "meta", weights, MODEL)
     write_source("meta_1", tmp_path / "no_params", weights, MODEL)
     (tmp_path / "no_params" / "params.json").unlink()
@@ -305,7 +301,7 @@ def test_another_model_is_refused(copy: Path, weights: Weights, tmp_path: Path) 
     run(tmp_path / "step-1", tmp_path / "out", "model.n_layers=2")  # agrees with the manifest
 
 
-def test_non_finite_values_are_reported(copy: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_non_finite_values_are_reported(copy, tmp_path, capsys):
     run(copy, tmp_path / "whole", *TINY)
     assert "WARNING" not in capsys.readouterr().out
     for file in sorted(copy.glob("*.safetensors")):
@@ -322,7 +318,7 @@ def test_non_finite_values_are_reported(copy: Path, tmp_path: Path, capsys: Capt
         assert says in capsys.readouterr().out
 
 
-def test_invalid_indexes(copy: Path, tmp_path: Path) -> None:
+def test_invalid_indexes(copy, tmp_path):
     index = copy / "model.safetensors.index.json"
     files = (3, ["x.safetensors"], None, "x")
     outside = ("/etc/x.safetensors", "../x.safetensors")
@@ -340,7 +336,7 @@ def test_invalid_indexes(copy: Path, tmp_path: Path) -> None:
         assert says in refused(copy, tmp_path / "out", *TINY)
 
 
-def test_missing_tensors_are_refused(copy: Path, weights: Weights, tmp_path: Path) -> None:
+def test_missing_tensors_are_refused(copy, weights, tmp_path):
     out = tmp_path / "out"
     del weights["layers.1.ffn_norm.weight"]
     write_source("dcp", tmp_path / "dcp", weights, MODEL)
@@ -358,7 +354,7 @@ def test_missing_tensors_are_refused(copy: Path, weights: Weights, tmp_path: Pat
 
 
 @pytest.mark.parametrize("stale", ["complete", "incomplete", "no JSON"])
-def test_one_file_wins_over_an_index_beside_it(copy: Path, tmp_path: Path, stale: str) -> None:
+def test_one_file_wins_over_an_index_beside_it(copy, tmp_path, stale):
     """A folder that was saved in shards and then in one file; transformers reads the file too."""
     network = transformer(MODEL)
     with torch.no_grad():
@@ -405,13 +401,13 @@ def cut(file: Path) -> None:
     ],
 )
 def test_damage_is_noticed(
-    format: str,
-    name: str,
-    damage: Any,
-    says: str,
-    weights: Weights,
-    tmp_path: Path,
-) -> None:
+    format,
+    name,
+    damage,
+    says,
+    weights,
+    tmp_path,
+):
     source = tmp_path / "in"
     if format in ("dcp", "half"):
         source = save_training(tmp_path, 1, weights, MODEL)
@@ -430,7 +426,7 @@ def test_damage_is_noticed(
 
 
 @pytest.mark.parametrize("format", ["hf", "meta_1"])
-def test_tied_embeddings_that_are_not(format: str, weights: Weights, tmp_path: Path) -> None:
+def test_tied_embeddings_that_are_not(format, weights, tmp_path):
     """A file may repeat the table as lm_head; a different matrix would be lost, so it is refused."""
     tied, out = model_of(*TIED), tmp_path / "out"
     for case, head in (
@@ -448,7 +444,7 @@ def test_tied_embeddings_that_are_not(format: str, weights: Weights, tmp_path: P
     require_same(read_dcp(out, tied), {name: weights[name] for name in parameter_shapes(tied)})
 
 
-def test_values_that_a_format_cannot_hold(weights: Weights, tmp_path: Path) -> None:
+def test_values_that_a_format_cannot_hold(weights, tmp_path):
     weights["norm.weight"][3] = 1e6
     write_huggingface(Held(weights), MODEL, None, tmp_path / "hf")
     message = refused(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=float16")
@@ -458,7 +454,7 @@ def test_values_that_a_format_cannot_hold(weights: Weights, tmp_path: Path) -> N
     run(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=bfloat16")
 
 
-def test_existing_targets(copy: Path, tmp_path: Path) -> None:
+def test_existing_targets(copy, tmp_path):
     full, empty, file = tmp_path / "full", tmp_path / "empty", tmp_path / "file.pt"
     (full / "inside").mkdir(parents=True)
     empty.mkdir()
@@ -488,7 +484,7 @@ def test_existing_targets(copy: Path, tmp_path: Path) -> None:
         ("source={}/run target=y", "none of its 1 checkpoints is complete"),
     ],
 )
-def test_mistakes(typed: str, says: str, tmp_path: Path) -> None:
+def test_mistakes(typed, says, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.pt").touch()
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
@@ -507,9 +503,7 @@ def command(source: Path, target: Path, *typed: str) -> int:
 
 
 @pytest.mark.parametrize("target", ["dcp", "hf", "torch"])
-def test_a_full_disk(
-    target: str, theirs: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk(target, theirs, tmp_path, capsys, monkeypatch):
     out, (soft, hard) = tmp_path / "new" / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -523,13 +517,13 @@ def test_a_full_disk(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(
         sources.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1)
-    )  # type: ignore[attr-defined]
+    )
     assert command(theirs, out, f"convert.format={target}") == EXIT_MACHINE
     assert re.search(r"needs .* GB, and the disk has 0\.000 GB left", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_end_from_outside(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_from_outside(theirs, tmp_path, monkeypatch):
     count, original, before = (
         itertools.count(),
         HashingStream.write,
@@ -551,7 +545,7 @@ def test_an_end_from_outside(theirs: Path, tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(theirs: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_command(theirs, tmp_path, capsys):
     out = tmp_path / "step-0"
     assert command(theirs, out) == EXIT_OK
     assert re.fullmatch(
@@ -562,7 +556,7 @@ def test_the_command(theirs: Path, tmp_path: Path, capsys: Capture) -> None:
     assert find_source(str(tmp_path)).manifest["step"] == 0
 
 
-def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
+def test_memory_is_that_of_a_few_tensors(tmp_path):
     experts = ["model.moe.hidden_dim=192", "model.moe.num_experts=16"]
     for name, layers in (("small", 2), ("large", 16)):
         sizes = ["model.dim=256", "model.ffn_hidden_dim=512", f"model.n_layers={layers}", *experts]

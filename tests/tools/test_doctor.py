@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -24,15 +23,13 @@ def rows(capsys: Capture, *arguments: str) -> tuple[int, dict[str, tuple[str, st
 
 
 @pytest.fixture(autouse=True)
-def _quick(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _quick(alone, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.compile", lambda function: function)
     monkeypatch.setattr(doctor, "PCI", tmp_path / "pci")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def test_a_machine_without_a_gpu_trains_on_the_cpu(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_gpu_trains_on_the_cpu(capsys, monkeypatch):
     code, found = rows(capsys)
     assert code == EXIT_OK and len(found) == len(doctor.CHECKS)
     assert found["driver"][1:] == ("warn", "nothing, to train on the CPU")
@@ -48,9 +45,7 @@ def _fails(_: object) -> None:
     raise RuntimeError("no g++")
 
 
-def test_gpus_that_torch_cannot_use_fail(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_that_torch_cannot_use_fail(capsys, monkeypatch, tmp_path):
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n"
     )
@@ -69,7 +64,7 @@ def test_gpus_that_torch_cannot_use_fail(
     assert code == EXIT_USER and "1 GPUs without a driver" in found["driver"][0]
 
 
-def test_a_node_is_asked_for_as_a_job_asks(capsys: Capture) -> None:
+def test_a_node_is_asked_for_as_a_job_asks(capsys):
     """tests/slurm/test_nodes.py runs it."""
     node = ["cluster=slurm_h100", "cluster.setup=[echo loaded]", "cluster.partition=gpu"]
     assert guarded(lambda: doctor.VERB.run_line([*node, "cluster.dry_run=true"])) == EXIT_OK

@@ -6,13 +6,12 @@ import errno
 import json
 import os
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import python
-from stand_in_hub import COMMIT, Hub, serving
+from stand_in_hub import COMMIT, serving
 
 from harness.compose.composer import compose_job
 from harness.tools import download as client
@@ -45,13 +44,13 @@ FILES["config.json"] = json.dumps(CONFIG).encode()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
+def server():
     with serving() as hub:
         yield hub
 
 
 @pytest.fixture
-def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+def hub(server, monkeypatch, tmp_path):
     """A hub with one repository, for this process and, by their environment, for new ones."""
     from huggingface_hub import constants
 
@@ -91,9 +90,7 @@ def refused(*overrides: str, kind: type[Exception] = UserError) -> str:
     return str(caught.value)
 
 
-def test_files_and_the_next_commands(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_and_the_next_commands(hub, tmp_path, capsys):
     run(f"repo={REPO}")
     folder = tmp_path / "assets/hf" / REPO
     for name in (*TOKENIZER, *MODEL):
@@ -119,7 +116,7 @@ def test_files_and_the_next_commands(
     assert compose_job(train[3:]).tokenizer.file.read_bytes() == FILES["original/tokenizer.model"]
 
 
-def test_files_that_are_there(hub: Hub, tmp_path: Path) -> None:
+def test_files_that_are_there(hub, tmp_path):
     """They are not sent again, and the user's own are not overwritten."""
     run(f"repo={REPO}", "what=tokenizer", "to=out")
     assert sorted(hub.sent) == TOKENIZER
@@ -136,7 +133,7 @@ def test_files_that_are_there(hub: Hub, tmp_path: Path) -> None:
     assert (tmp_path / "out/config.json").read_text() == mine
 
 
-def test_no_space(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space(hub, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(client.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
         said = refused(f"repo={REPO}", "to=out", kind=MachineError)
@@ -151,7 +148,7 @@ def test_no_space(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.startswith("out: the disk is full")
 
 
-def test_refusals_of_the_hub(hub: Hub) -> None:
+def test_refusals_of_the_hub(hub):
     hub.gated = {REPO}
     for typed, says in (
         (
@@ -189,14 +186,14 @@ def test_refusals_of_the_hub(hub: Hub) -> None:
         ),
     ],
 )
-def test_the_network(hub: Hub, name: str, value: str, code: int, says: str) -> None:
+def test_the_network(hub, name, value, code, says):
     """In new processes, whose client reads the environment."""
     done = python("-m", "harness", "download", f"repo={REPO}", "what=config", **{name: value})
     assert done.returncode == code
     assert done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1
 
 
-def test_a_signal_ends_it_at_once() -> None:
+def test_a_signal_ends_it_at_once():
     """Also while the client's threads transfer files."""
     program = """
 import os, signal, threading, time
@@ -225,11 +222,11 @@ os.kill(os.getpid(), signal.SIGTERM)
         ("repo=a/b model=llama3_8b", "model=llama3_8b: no such field; "),
     ],
 )
-def test_mistakes(typed: str, says: str) -> None:
+def test_mistakes(typed, says):
     assert says in refused(*typed.split())
 
 
-def test_files_of_each_kind() -> None:
+def test_files_of_each_kind():
 
     def chosen(what: Any, *listed: str) -> list[str]:
         return choose(DownloadJob("a/b", what), list(listed))
@@ -248,7 +245,7 @@ def test_files_of_each_kind() -> None:
         chosen("index", "README.md")
 
 
-def test_next_commands_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_commands_of_families(tmp_path, monkeypatch):
     """The family's tokenizer is chosen, which defines the end of a document."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "assets/hf/Qwen/Qwen3-0.6B"
@@ -268,7 +265,7 @@ def test_next_commands_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "model=NAME" in told_all[0] and told_all[-1].startswith("note: no option of conf/model")
 
 
-def test_from_an_empty_folder_to_training(hub: Hub, tmp_path: Path) -> None:
+def test_from_an_empty_folder_to_training(hub, tmp_path):
     """The three commands of the README, with a model created here."""
     transformers, tokenizers = (
         pytest.importorskip("transformers"),

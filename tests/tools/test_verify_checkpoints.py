@@ -40,7 +40,7 @@ def run(*arguments: object) -> int:
     return guarded(lambda: VERB.run_line([*map(str, arguments)]))
 
 
-def test_a_flipped_bit_is_found_and_named(tmp_path: Path, capsys: Capture) -> None:
+def test_a_flipped_bit_is_found_and_named(tmp_path, capsys):
     run_dir = tmp_path / "run"
     write(run_dir / "checkpoints", 2)
     path = write(run_dir / "checkpoints", 4)
@@ -62,7 +62,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, capsys: Capture) -> No
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_what_else_can_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_else_can_be_damaged(tmp_path, monkeypatch):
     path = write(tmp_path, 4)
     flip(path / ".metadata", 9)
     assert verify(str(path)).reason == ".metadata does not have the checksum it was written with"
@@ -86,7 +86,7 @@ def test_what_else_can_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert CheckpointFolder(str(tmp_path)).complete()[0] == []
 
 
-def test_what_a_killed_writer_leaves_and_what_not(tmp_path: Path, capsys: Capture) -> None:
+def test_what_a_killed_writer_leaves_and_what_not(tmp_path, capsys):
     folder = tmp_path / "run" / "checkpoints"
     write(folder, 2)
     newest = folder / "step-4"
@@ -105,7 +105,7 @@ def test_what_a_killed_writer_leaves_and_what_not(tmp_path: Path, capsys: Captur
     )
 
 
-def test_a_checkpoint_folder_outside_of_the_run_folder(tmp_path: Path, capsys: Capture) -> None:
+def test_a_checkpoint_folder_outside_of_the_run_folder(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job.json").write_text(
         tiny(f"checkpoint.folder={tmp_path}/elsewhere").to_json()
@@ -115,7 +115,7 @@ def test_a_checkpoint_folder_outside_of_the_run_folder(tmp_path: Path, capsys: C
     assert "elsewhere/step-4: ok" in capsys.readouterr().out
 
 
-def test_mistakes(tmp_path: Path, capsys: Capture) -> None:
+def test_mistakes(tmp_path, capsys):
     dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "a" / "foreign"), no_dist=True)
     for typed, says in (
         ([tmp_path], "there is no checkpoint; would work: "),

@@ -21,7 +21,7 @@ from harness.util.errors import EXIT_MACHINE, UserError
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weights(tmp_path_factory):
     """A folder of safetensors; the model has a vocabulary for the tokenizer of bytes, and 256 positions."""
     folder = tmp_path_factory.mktemp("weights") / "hf"
     to_transformers(random_model(set_fields(CASES["llama_grouped_query"], vocab_size=258)), folder)
@@ -38,9 +38,7 @@ def run(weights: Path, *overrides: str) -> dict[str, Any]:
     return data_of(f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes", *overrides)
 
 
-def test_text_goes_to_stdout_and_rates_to_stderr(
-    weights: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_text_goes_to_stdout_and_rates_to_stderr(weights, capfd):
     run(weights, "prompt=def f(x): ", "generate.max_new_tokens=5")
     output = capfd.readouterr()
     assert output.out.startswith("def f(x): ")
@@ -48,7 +46,7 @@ def test_text_goes_to_stdout_and_rates_to_stderr(
 
 
 @pytest.mark.parametrize("wanted", ["--json", "generate.json=true"])
-def test_json(wanted: str, weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(wanted, weights, capsys):
     typed = [f"checkpoint={weights}", "tokenizer=bytes", "prompt=x", "generate.prompts=[a,bcd]"]
     assert VERB.run_line([*typed, "cluster.device=cpu", "generate.max_new_tokens=5", wanted]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -61,9 +59,7 @@ def test_json(wanted: str, weights: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["checkpoint"] == str(weights)
 
 
-def test_out_of_memory_is_one_line(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_of_memory_is_one_line(weights, monkeypatch, capsys):
     def load(*_: object) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has 1 GiB."
@@ -94,12 +90,12 @@ def test_out_of_memory_is_one_line(
     ids=lambda value: value[:20] if isinstance(value, str) else None,
 )
 def test_files_of_prompts(
-    name: str,
-    content: str,
-    prompts: list[str] | str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    content,
+    prompts,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     if name == "-":
         monkeypatch.setattr("sys.stdin", io.StringIO(content))
@@ -113,7 +109,7 @@ def test_files_of_prompts(
         assert read_texts(job) == prompts
 
 
-def test_ranks_of_a_launcher_cannot_share_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_launcher_cannot_share_standard_input(monkeypatch):
     for name, value in (
         ("RANK", "1"),
         ("WORLD_SIZE", "2"),
@@ -130,7 +126,7 @@ def test_ranks_of_a_launcher_cannot_share_standard_input(monkeypatch: pytest.Mon
         read_texts(job)
 
 
-def test_conversations(weights: Path, tmp_path: Path) -> None:
+def test_conversations(weights, tmp_path):
     """A prompt is a message of the user, or messages; the end of a turn ends the text."""
     rows = tmp_path / "p.jsonl"
     turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
@@ -155,7 +151,7 @@ def test_conversations(weights: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("special_tokens", "lengths"), [("true", [4, 4]), ("false", [10, 7])])
-def test_special_tokens_in_prompts(special_tokens: str, lengths: list[int], weights: Path) -> None:
+def test_special_tokens_in_prompts(special_tokens, lengths, weights):
     """As in transformers, and the token that begins a document is not doubled; or as in documents."""
     typed = ["generate.prompts=['<s>a</s>b','a</s>b']", f"generate.special_tokens={special_tokens}"]
     job = generation(weights, *typed)
@@ -163,7 +159,7 @@ def test_special_tokens_in_prompts(special_tokens: str, lengths: list[int], weig
     assert [len(prompt.ids) for prompt in prompts] == lengths
 
 
-def test_batches_do_not_change_the_text(weights: Path) -> None:
+def test_batches_do_not_change_the_text(weights):
     options = (
         "generate.prompts=[a,bcdef,gh]",
         "generate.temperature=1.5",
@@ -201,9 +197,7 @@ def test_batches_do_not_change_the_text(weights: Path) -> None:
     ],
     ids=lambda value: value[:40],
 )
-def test_mistakes(
-    typed: str, message: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes(typed, message, weights, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as raised:
         data_of(f"checkpoint={weights}", *typed.split())
@@ -221,5 +215,5 @@ def test_mistakes(
         ("[x, {y: 1}] ${z}", "[x, {y: 1}] ${z}"),
     ],
 )
-def test_quotes_of_a_prompt(typed: str, prompt: str) -> None:
+def test_quotes_of_a_prompt(typed, prompt):
     assert generation(Path("x"), f"prompt={typed}", "model=llama3_tiny").prompt == prompt

@@ -11,7 +11,6 @@ import torch
 from families_table import random_model, set_fields, shipped, to_transformers
 
 from harness.compose.composer import compose_job
-from harness.launch.pool import RankPool
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.scoring import evaluate
 from harness.train.setup import process_group
@@ -138,9 +137,7 @@ def theirs(folder: Path, name: str, bos: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_metrics(
-    bos: bool, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics(bos, tmp_path, pool, monkeypatch):
     """Also of texts with special tokens, and where the tokenizer has a begin token."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = folder_of(tmp_path, bos=bos)
@@ -158,7 +155,7 @@ def test_metrics(
         assert found == pytest.approx(wanted, rel=1e-4), name
 
 
-def test_unknown_task(tmp_path: Path) -> None:
+def test_unknown_task(tmp_path):
     folder = folder_of(tmp_path)
     job = job_of(folder, "evaluate.tasks=[lm_eval:local_choise]")
     with pytest.raises(
@@ -167,7 +164,7 @@ def test_unknown_task(tmp_path: Path) -> None:
         on_rank(job, str(folder))
 
 
-def test_generation_needs_a_layout(tmp_path: Path, pool: RankPool) -> None:
+def test_generation_needs_a_layout(tmp_path, pool):
     folder = folder_of(tmp_path)
     job = job_of(
         folder, "parallelism=cp", "parallelism.cp=2", "evaluate.tasks=[lm_eval:local_text]"

@@ -15,7 +15,6 @@ from families_table import CASES, PLAIN, changed, random_model, set_fields, to_t
 from inference_jobs import evaluation, generation
 
 from harness.config.fields import with_value
-from harness.launch.pool import RankPool
 from harness.model.cache import CachedPass
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.generate import GenerateJob, Prompt
@@ -46,7 +45,7 @@ Saved = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     """Write the weights of a case; return their folder, and transformers' model."""
 
     @cache
@@ -127,7 +126,7 @@ def require_scores(made: np.ndarray, theirs: Any, given: list[ScoredRow]) -> Non
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_greedy_text(case: str, saved: Saved) -> None:
+def test_greedy_text(case, saved):
     (folder, theirs), given = saved(case), prompts(case)
     job = greedy_job(folder, "generate.batch_size=3")
     with process_group(job, CPU):
@@ -140,7 +139,7 @@ def test_greedy_text(case: str, saved: Saved) -> None:
 
 
 @pytest.mark.gpu
-def test_captured_pass(saved: Saved) -> None:
+def test_captured_pass(saved):
     """The first batch captures the pass of a token, and the others repeat it."""
     (folder, theirs), given, device = saved("llama"), prompts("llama"), torch.device("cuda", 0)
     job = greedy_job(folder, "generate.batch_size=1", "cluster.device=cuda")
@@ -149,7 +148,7 @@ def test_captured_pass(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3"])
-def test_scores(case: str, saved: Saved) -> None:
+def test_scores(case, saved):
     (folder, theirs), given = saved(case), rows(case)
     job = scoring_job(folder)
     with process_group(job, CPU):
@@ -172,7 +171,7 @@ def test_scores(case: str, saved: Saved) -> None:
         ("evaluate", "deepseek_v3", "ep"),
     ],
 )
-def test_ranks(verb: str, case: str, layout: str, saved: Saved, pool: RankPool) -> None:
+def test_ranks(verb, case, layout, saved, pool):
     folder, theirs = saved(case)
     options: tuple[Any, ...] = (greedy_job, prompts, generated, require_greedy)
     if verb == "evaluate":
@@ -200,7 +199,7 @@ CACHED += [(case, lengths) for case in ("llama", "deepseek_v3") for lengths in (
 
 
 @pytest.mark.parametrize(("case", "lengths"), CACHED)
-def test_cached_logits(case: str, lengths: tuple[int, int]) -> None:
+def test_cached_logits(case, lengths):
     """Logits of every new token equal those of a pass over the complete sequences."""
     length = 40
     plain = random_model((CASES | MUP)[case], length)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jobs import train
 
 from harness.launch.rows import load
@@ -13,7 +11,7 @@ from harness.tools.report.runs import report_runs, tables_beside
 from harness.util.tables import Table
 
 
-def test_newest(tmp_path: Path) -> None:
+def test_newest(tmp_path):
     assert newest(tmp_path) == {}
     for loss in (3.0, 2.0):
         append(
@@ -27,7 +25,7 @@ def test_newest(tmp_path: Path) -> None:
     assert newest(tmp_path) == {"evaluation.data.loss": 2.0, "evaluation.q.acc": 0.5}
 
 
-def test_markdown() -> None:
+def test_markdown():
     rows = [{"loss": 1.0}, {"evaluation.q.acc": 0.5, "evaluation.q.examples": 4}]
     rows = [
         {"point": name, "state": "completed", **row} for name, row in zip("ab", rows, strict=True)
@@ -40,7 +38,7 @@ def test_markdown() -> None:
     )
 
 
-def test_report_has_the_newest_evaluations(tmp_path: Path) -> None:
+def test_report_has_the_newest_evaluations(tmp_path):
     run = train(tmp_path / "runs", "training.steps=4", "training.seq_len=16", "name=evaluated")
     append(run.folder.path / EVALUATIONS, [{"task": "lm_eval:q", "acc": 0.25, "examples": 4}])
     rows = load(tmp_path / "runs")

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.config.data import TokenizerConfig
 from harness.data.tokenizer import BytesTokenizer, build_tokenizer
@@ -35,11 +34,9 @@ FIRST = torch.eye(5)[0]
     ],
     ids=str,
 )
-def test_frequencies_are_the_probabilities(
-    options: dict[str, float], wanted: Tensor, most: float
-) -> None:
+def test_frequencies_are_the_probabilities(options, wanted, most):
     given = {"temperature": 1.0, "top_k": None, "top_p": 1.0, **options}
-    sampler = Sampler(GenerateConfig(seed=1, **given))  # type: ignore[arg-type]
+    sampler = Sampler(GenerateConfig(seed=1, **given))
     sampler.begin(range(10), 400, torch.device("cpu"))
     tokens = torch.cat([sampler.choose(LOGITS.expand(10, -1)) for _ in range(400)])
     found = tokens.bincount(minlength=len(LOGITS)) / len(tokens)
@@ -47,7 +44,7 @@ def test_frequencies_are_the_probabilities(
     assert (found[wanted == 0] == 0).all()
 
 
-def test_a_sequence_does_not_depend_on_the_others() -> None:
+def test_a_sequence_does_not_depend_on_the_others():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     together, alone = samplers = [Sampler(GenerateConfig(temperature=1, seed=7)) for _ in range(2)]
     for sampler, numbers in zip(samplers, ([4, 5, 6], [5]), strict=True):
@@ -70,7 +67,7 @@ SHIPPED = TokenizerConfig(kind="sentencepiece", path="asset:python_2k.model")
 
 
 @pytest.mark.parametrize("config", [TokenizerConfig(), SHIPPED], ids=["bytes", "sentencepiece"])
-def test_pieces_are_the_text(config: TokenizerConfig) -> None:
+def test_pieces_are_the_text(config):
     tokenizer = build_tokenizer(config)
     text = "naïve 漢字 🙂👩‍🚀 and  two spaces\n\tthe end. "
     prompt, ids = tokenizer.encode("def f():"), tokenizer.encode(text)
@@ -82,7 +79,7 @@ def test_pieces_are_the_text(config: TokenizerConfig) -> None:
     assert sum(bool(piece) for piece in pieces) > 10, "text comes while it is generated"
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_bytes_that_are_no_text():
     """They equal the complete text, and are not held back for ever."""
     stream = TextStream(BytesTokenizer(), [])
     assert "".join(map(stream.add, [0xFF, 0xFE, 0xFF, 0xFF, 0xFF, *b"ab"])).endswith("ab")
@@ -94,7 +91,7 @@ def test_bytes_that_are_no_text() -> None:
         assert "".join(shown(stream, ids)) == stream.text == BytesTokenizer().decode(ids)
 
 
-def test_stop_strings_equal_a_search_in_the_complete_text() -> None:
+def test_stop_strings_equal_a_search_in_the_complete_text():
     """The text ends with the first stop string that is complete; no beginning of one is shown."""
     generator = random.Random(0)
     for _ in range(300):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ def setting(
 
 @pytest.mark.parametrize("length", [1, 2, 9, 10, 11, 25, 40])
 @pytest.mark.parametrize("stride", [None, 1, 3, 10])
-def test_windows_score_each_token_once(length: int, stride: int | None) -> None:
+def test_windows_score_each_token_once(length, stride):
     rows = list(windows(range(length), 10, stride))
     scored = [token for row in rows for token in row.tokens[row.start :]]
     assert scored == list(range(1, length))
@@ -40,7 +39,7 @@ def test_windows_score_each_token_once(length: int, stride: int | None) -> None:
         )
 
 
-def test_documents(tmp_path: Path) -> None:
+def test_documents(tmp_path):
     (tmp_path / "a.txt").write_text("a\N{EURO SIGN}c")
     (tmp_path / "b.txt").write_text("d" * 100)
     (tmp_path / "c.txt").write_text("")
@@ -55,7 +54,7 @@ def test_documents(tmp_path: Path) -> None:
     assert len(Documents(setting(data=DataConfig(paths=[f"{tmp_path}/*.txt"]), limit=1)).rows) == 1
 
 
-def test_splits_are_disjoint(tmp_path: Path) -> None:
+def test_splits_are_disjoint(tmp_path):
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(str(number))
     data = DataConfig(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)
@@ -69,12 +68,12 @@ def test_splits_are_disjoint(tmp_path: Path) -> None:
     assert 0 < len(read["validation"]) < 30
 
 
-def test_trailing_spaces_are_scored() -> None:
+def test_trailing_spaces_are_scored():
     row = encode_pair("a  ", "b", setting())
     assert bytes(row.tokens[row.start :].tolist()) == b"  b"
 
 
-def test_special_tokens() -> None:
+def test_special_tokens():
     """In questions they are parsed, as in transformers, and a begin token in the text is not doubled."""
     for each, context, tokens, start in (
         (setting(), "<s>a</s>", [256, 97, 257, 98], 3),
@@ -96,7 +95,7 @@ def compose(*overrides: str) -> EvaluateJob:
     )
 
 
-def test_an_incomplete_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_library(tmp_path, monkeypatch):
     """lm_eval is there, and a package that it needs is not."""
     (tmp_path / "lm_eval.py").write_text("import a_package_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
@@ -104,10 +103,10 @@ def test_an_incomplete_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delitem(sys.modules, module, raising=False)
     message = r"^evaluate.tasks=lm_eval:x: .*No module named 'a_package_that_is_not_there'.*pip install -e"
     with pytest.raises(UserError, match=message):
-        on_rank(compose("evaluate.tasks=[lm_eval:x]"), torch.device("cpu"), None, None)  # type: ignore[arg-type]
+        on_rank(compose("evaluate.tasks=[lm_eval:x]"), torch.device("cpu"), None, None)
 
 
-def test_no_tokenizer_no_weights(tmp_path: Path) -> None:
+def test_no_tokenizer_no_weights(tmp_path):
     with pytest.raises(UserError, match="checkpoint=null: must be given"):
         evaluate(compose(), [])
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -18,7 +18,7 @@ from test_models import CPU, LAYOUTS, NEW, generated, require_greedy
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.data.tokenizer import build_tokenizer
-from harness.launch.pool import RankFailed, RankPool
+from harness.launch.pool import RankFailed
 from harness.tools.inference.generate import GenerateJob, Prompt, read_prompts, read_texts
 from harness.tools.inference.inference import use_checkpoint
 from harness.tools.inference.model import InferenceModel
@@ -56,7 +56,7 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("trained")
@@ -72,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return made._replace(prompts=read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer)))
 
 
-def test_one_process(trained: Trained) -> None:
+def test_one_process(trained):
     job = trained.job()
     with process_group(job, CPU):
         made = generated(job, trained.run_dir, trained.prompts)
@@ -89,9 +89,7 @@ def test_one_process(trained: Trained) -> None:
         ("checkpoint.storage.Reader.read_data", "No such file or directory"),
     ],
 )
-def test_weights_removed_while_they_are_read(
-    place: str, says: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_removed_while_they_are_read(place, says, trained, tmp_path, monkeypatch):
     step = tmp_path / "step-50"
     shutil.copytree(trained.run_dir / "checkpoints" / "step-50", step)
     job, found = trained.job(), find_source(str(step))
@@ -108,7 +106,7 @@ def test_weights_removed_while_they_are_read(
     assert "\n" not in str(raised.value)
 
 
-def test_damaged_metadata(trained: Trained, tmp_path: Path, pool: RankPool) -> None:
+def test_damaged_metadata(trained, tmp_path, pool):
     """From torch 2.13 on, DCP turns what its reader raises into text."""
     step = tmp_path / "step-50"
     shutil.copytree(trained.run_dir / "checkpoints" / "step-50", step)
@@ -124,7 +122,7 @@ def test_damaged_metadata(trained: Trained, tmp_path: Path, pool: RankPool) -> N
     )
 
 
-def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer(trained, capfd):
     """A warning if it gives other ids than the weights' own; the export's tokenizer.json gives the same."""
     for folder in (trained.run_dir, trained.export):
         for tokenizer, warned in (("bytes", False), ("python_2k", True)):
@@ -137,7 +135,7 @@ def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_full"])
-def test_one_process_holds_weights_once(trained: Trained, precision: str) -> None:
+def test_one_process_holds_weights_once(trained, precision):
     """In the format of its products; the text is that of float32 weights cast by FSDP, which needs a copy."""
     job = trained.job(f"precision={precision}")
     cast = with_value(job, "precision.master_dtype", "float32")

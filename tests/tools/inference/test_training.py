@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from jobs import tiny
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.launch.pool import RankPool
 from harness.metrics.recorder import Recorder
 from harness.run.folder import RunFolder
 from harness.run.result import newest
@@ -54,7 +52,7 @@ def train(job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_the_verb(layout: str, tmp_path: Path, pool: RankPool) -> None:
+def test_equals_the_verb(layout, tmp_path, pool):
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(
             f"document {number} has words, words and words\n" * 8

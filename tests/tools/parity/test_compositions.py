@@ -11,7 +11,6 @@ from planted import PlantedPool, router_gradients_too_large
 
 from harness.compose.composer import Composer
 from harness.config.fields import NUMERICS, leaves
-from harness.launch.pool import RankPool
 from harness.tools.parity import random_jobs as compositions
 from harness.tools.parity.parity import (
     LayoutComparer,
@@ -36,7 +35,7 @@ def sampled(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
 
 
 @pytest.fixture(scope="module")
-def judge(pool: RankPool) -> LayoutComparer:
+def judge(pool):
     return LayoutComparer(pool, ParityConfig(steps=STEPS))
 
 
@@ -47,7 +46,7 @@ def judge(pool: RankPool) -> LayoutComparer:
         *(pytest.param(each, marks=pytest.mark.thorough) for each in ALL if each not in QUICK),
     ],
 )
-def test_a_random_job_computes_what_one_process_computes(judge: LayoutComparer, seed: int) -> None:
+def test_a_random_job_computes_what_one_process_computes(judge, seed):
     overrides, job = sampled(seed)
     verdict = judge.verdict(f"parity.seed={seed}", job)
     require_agreement(verdict, " ".join(overrides))
@@ -60,7 +59,7 @@ def test_a_random_job_computes_what_one_process_computes(judge: LayoutComparer, 
         (0, "experiment=flux_debug"),
     ],
 )
-def test_random_jobs_of_a_typed_part(judge: LayoutComparer, seed: int, typed: str) -> None:
+def test_random_jobs_of_a_typed_part(judge, seed, typed):
     """The fields that are sampled fit what is typed, and right layouts agree."""
     overrides, job = sampled(seed, *typed.split())
     require_agreement(judge.verdict(typed, job), " ".join(overrides))
@@ -74,7 +73,7 @@ LOW = [
 
 
 @pytest.mark.parametrize("typed", LOW)
-def test_the_job_in_float32_has_no_other_format(typed: str) -> None:
+def test_the_job_in_float32_has_no_other_format(typed):
     """Also none that was derived from the precision when the job was resolved."""
     composer = Composer("parity", ParityJob)
     job = composer.job(typed.split()).plain
@@ -92,7 +91,7 @@ def test_the_job_in_float32_has_no_other_format(typed: str) -> None:
 
 
 @pytest.mark.thorough
-def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
+def test_one_process_may_be_the_less_exact_one(pool):
     """Seed 150 of eight ranks: the embedding's gradient in bfloat16, summed over all rows at once."""
     composer = Composer("parity", ParityJob)
     _, job = random_job(composer, 150, 8, ())
@@ -100,7 +99,7 @@ def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
     require_agreement(judge.verdict("parity.seed=150", job.plain))
 
 
-def test_typed_overrides_are_not_sampled() -> None:
+def test_typed_overrides_are_not_sampled():
     typed = ["model=qwen3_debug", "parallelism.tp=2", "training.seq_len=16"]
     for seed in range(2):
         overrides, job = sampled(seed, *typed)
@@ -108,13 +107,13 @@ def test_typed_overrides_are_not_sampled() -> None:
         assert len({override.partition("=")[0] for override in overrides}) == len(overrides)
 
 
-def test_no_valid_sample_is_a_one_line_error() -> None:
+def test_no_valid_sample_is_a_one_line_error():
     says = r"parity\.seed=0: none of 9 samples is valid; .*model\.n_kv_heads=3"
     with mock.patch.object(compositions, "SAMPLES", 9), pytest.raises(UserError, match=says):
         sampled(0, "model=llama3_tiny", "model.n_kv_heads=3")
 
 
-def test_samples_cover_every_axis() -> None:
+def test_samples_cover_every_axis():
     jobs = [sampled(seed)[1] for seed in COVERING]
     layouts = [job.parallelism for job in jobs]
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
@@ -128,7 +127,7 @@ def test_samples_cover_every_axis() -> None:
     assert any(job.schedule.batch_size for job in jobs)
 
 
-def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutComparer) -> None:
+def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge):
     typed = [
         "model=qwen3_moe_debug",
         "parallelism.dp_shard=2",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import planted
 import pytest
@@ -14,7 +12,7 @@ import torch
 from layouts import MATRIX, STEPS, TOLERANCES, layout, reference, require_agreement, require_parity
 
 from harness.config.fields import with_value
-from harness.launch.pool import RankFailed, RankPool
+from harness.launch.pool import RankFailed
 from harness.tools.parity import parity
 from harness.tools.parity.parity import (
     LayoutComparer,
@@ -42,7 +40,7 @@ COMBINED = """
 
 
 @pytest.mark.parametrize("name", [name for name in MATRIX if name not in COMBINED.split()])
-def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
+def test_layout_agrees_with_one_process(pool, name):
     require_parity(pool, name, layout(name))
 
 
@@ -76,7 +74,7 @@ EIGHT_BIT = "optimizer.state_dtype=8bit"
         ("pp_zbv", EIGHT_BIT),
     ],
 )
-def test_other_jobs_agree_with_one_process(pool: RankPool, name: str, typed: str) -> None:
+def test_other_jobs_agree_with_one_process(pool, name, typed):
     job = layout(name, *typed.split())
     steps = {SCHEDULED: 3, EIGHT_BIT: 10}.get(typed, STEPS)
     assert ("output.weight" in reference(pool, job, steps).gradients[0]) == (typed != TIED)
@@ -84,7 +82,7 @@ def test_other_jobs_agree_with_one_process(pool: RankPool, name: str, typed: str
     require_parity(pool, name, job, steps=steps, tolerances=tolerances)
 
 
-def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
+def test_csv_schedule(pool, tmp_path):
     """GPipe of two stages and eight microbatches, with the backward passes in reverse order."""
     rows = []
     for stage in range(2):
@@ -100,7 +98,7 @@ def test_csv_schedule(pool: RankPool, tmp_path: Path) -> None:
     require_parity(pool, "csv", job)
 
 
-def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> None:
+def test_csv_schedule_changed_behind_the_job(pool, tmp_path):
     """The content of the file is part of the job: a changed file is another job and is refused."""
     schedule = tmp_path / "schedule.csv"
     schedule.write_text("0F0,,,0B0\n,1F0,1B0\n")
@@ -117,7 +115,7 @@ def test_csv_schedule_changed_behind_the_job(pool: RankPool, tmp_path: Path) -> 
         pool.run(2, trace, job.to_json(), 1)
 
 
-def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:
+def test_reference_learns_and_masks_unevenly(pool):
     """The reference is a real run: gradients differ between steps, labels are masked unevenly."""
     expected = reference(pool, layout("fsdp"))
     assert len(set(expected.valid_tokens)) > 1
@@ -128,7 +126,7 @@ def test_reference_learns_and_masks_unevenly(pool: RankPool) -> None:
     assert all(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_bfloat16_really_rounds(pool: RankPool) -> None:
+def test_bfloat16_really_rounds(pool):
     full = reference(pool, layout("fsdp"), 3)
     rounded = reference(pool, layout("fsdp", "precision=bf16"), 3)
     assert 1e-6 < abs(full.losses[0] - rounded.losses[0]) < 1e-2 * full.losses[0]
@@ -209,9 +207,7 @@ PLANTED = [
     PLANTED,
     ids=[f"{plant.__name__}-{name}" for plant, name, *_ in PLANTED],
 )
-def test_a_planted_error_is_found(
-    pool: RankPool, plant: Any, name: str, typed: str, first: str
-) -> None:
+def test_a_planted_error_is_found(pool, plant, name, typed, first):
     job, config = layout(name, *typed.split()), ParityConfig(steps=STEPS)
     if typed:
         require_agreement(LayoutComparer(pool, config, references).verdict(name, job))
@@ -244,9 +240,7 @@ PLANTED_BEHIND = [
     PLANTED_BEHIND,
     ids=[row[0].__name__ for row in PLANTED_BEHIND],
 )
-def test_an_error_behind_right_gradients_is_found(
-    pool: RankPool, plant: Any, name: str, typed: str, first: str
-) -> None:
+def test_an_error_behind_right_gradients_is_found(pool, plant, name, typed, first):
     job, config = layout(name, *typed.split()), ParityConfig(steps=6)
     longer: dict[str, Trace] = {}
     require_agreement(LayoutComparer(pool, config, longer).verdict(name, job))
@@ -265,7 +259,7 @@ def made_up(scale: float = 1.0) -> Trace:
     return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient] * 2, results, [squares] * 2)
 
 
-def test_compare_takes_the_worst_of_every_rank() -> None:
+def test_compare_takes_the_worst_of_every_rank():
     assert compare("x", 1, made_up(), [made_up()], TOLERANCES).passed
     verdict = compare("x", 2, made_up(), [made_up(), made_up(1.001)], TOLERANCES)
     assert not verdict.passed
@@ -300,11 +294,11 @@ def test_compare_takes_the_worst_of_every_rank() -> None:
         "nan gradient",
     ],
 )
-def test_compare_fails(changes: dict[str, Any]) -> None:
+def test_compare_fails(changes):
     assert not compare("x", 1, made_up(), [replace(made_up(), **changes)], TOLERANCES).passed
 
 
-def test_changed_numerics_are_refused() -> None:
+def test_changed_numerics_are_refused():
     changed = {"a": "parallelism=single", "b": "parallelism=fsdp optimizer.lr=1"}
     with pytest.raises(ConfigError, match=r"changes the numerics: optimizer\.lr"):
         compose_layouts(ParityConfig(matrix=changed), [])
@@ -318,16 +312,14 @@ def test_changed_numerics_are_refused() -> None:
         ("experiment=flux_debug", "flux_debug", "drawn_shapes"),
     ],
 )
-def test_what_is_typed_takes_the_place_of_the_small_llama(
-    typed: str, model: str, kind: str
-) -> None:
+def test_what_is_typed_takes_the_place_of_the_small_llama(typed, model, kind):
     job = layout("fsdp", *typed.split())
     assert (job.model.name, job.data.kind, job.cluster.device) == (model, kind, "cpu")
 
 
 def test_verb_prints_a_table_and_fails_where_one_differs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     job = ParityJob(
         **vars(layout("fsdp")), parity=ParityConfig(matrix=MATRIX, layouts=["ddp", "tp4"], steps=2)
     )

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "gpu_single")
 
 
 @pytest.fixture
-def plan_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+def plan_with(monkeypatch):
     """Replace ``make_plan`` by a function."""
 
     def put(make_plan: Callable[[Any], Any]) -> None:
@@ -26,7 +26,7 @@ def plan_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     """Hide GPUs and launchers from this process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE"):

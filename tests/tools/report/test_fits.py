@@ -63,7 +63,7 @@ def coverage(made: Fit, truth: dict[str, float]) -> list[bool]:
 
 
 @pytest.mark.parametrize("count", [30, MANY])
-def test_without_noise_the_truth_is_found(count: int) -> None:
+def test_without_noise_the_truth_is_found(count):
     variables, losses = chinchilla(0, count, noise=0.0)
     made = fit(CHINCHILLA, variables, losses, replicates=2)
     for name, value in TRUTH.items():
@@ -71,7 +71,7 @@ def test_without_noise_the_truth_is_found(count: int) -> None:
     assert made.rms < 1e-6
 
 
-def test_the_minimum_is_no_higher_than_scipys() -> None:
+def test_the_minimum_is_no_higher_than_scipys():
     """The objective of arXiv:2203.15556, approach 3, by L-BFGS from a grid of starts, as there."""
     variables, losses = chinchilla(1, 60, noise=0.01)
     logs, targets = np.log(variables), np.log(losses)
@@ -93,7 +93,7 @@ def test_the_minimum_is_no_higher_than_scipys() -> None:
     assert objective(ours) == pytest.approx(made.objective, rel=1e-9), "it is the same objective"
 
 
-def test_intervals_contain_the_published_truth() -> None:
+def test_intervals_contain_the_published_truth():
     seeds = range(60) if THOROUGH else range(3)
     found = [
         coverage(fit(CHINCHILLA, *chinchilla(seed, 80, noise=0.005), replicates=100), TRUTH)
@@ -104,7 +104,7 @@ def test_intervals_contain_the_published_truth() -> None:
     assert (np.mean(found, axis=0) >= least).all() and np.mean(found) >= 0.8, np.mean(found, axis=0)
 
 
-def test_intervals_of_few_points_are_wide_enough() -> None:
+def test_intervals_of_few_points_are_wide_enough():
     """Seven sizes: the noise is estimated with four degrees of freedom. Predictions are of a new run."""
     seeds, inside, predicted = range(200 if THOROUGH else 40), [], []
     target = np.array([[1e22]])
@@ -122,7 +122,7 @@ def test_intervals_of_few_points_are_wide_enough() -> None:
     assert np.mean(predicted) <= 0.999 or not THOROUGH
 
 
-def test_outliers_move_a_fit_of_many_points_little() -> None:
+def test_outliers_move_a_fit_of_many_points_little():
     variables, losses = chinchilla(2, 100, noise=0.002)
     spoilt = losses.copy()
     spoilt[:5] *= 1.5
@@ -131,7 +131,7 @@ def test_outliers_move_a_fit_of_many_points_little() -> None:
     assert made.values["E"] == pytest.approx(clean.values["E"], rel=0.02)
 
 
-def test_too_few_points_are_refused() -> None:
+def test_too_few_points_are_refused():
     with pytest.raises(ValueError, match="3 points do not determine 3 parameters"):
         fit(COMPUTE, *ladder(0, 3, noise=0.0))
 
@@ -151,10 +151,10 @@ def isoflop(noise: float, curvature: float = 0.03) -> tuple[list[float], list[fl
                 )
             )
     columns = zip(*rows, strict=True)
-    return tuple([float(value) for value in column] for column in columns)  # type: ignore[return-value]
+    return tuple([float(value) for value in column] for column in columns)
 
 
-def test_minima_of_parabolas_and_their_growth() -> None:
+def test_minima_of_parabolas_and_their_growth():
     flops, sizes, losses = isoflop(noise=2e-3)
     assert [len(group) for group in budgets(flops)] == [5, 5, 5]
     found = fit_frontier(flops, sizes, losses)
@@ -165,7 +165,7 @@ def test_minima_of_parabolas_and_their_growth() -> None:
     assert [each.lowest for each in found.parabolas] == pytest.approx([3.0, 2.9, 2.8], rel=4e-3)
 
 
-def test_what_parabolas_do_not_determine_is_said() -> None:
+def test_what_parabolas_do_not_determine_is_said():
     flops, sizes, losses = isoflop(noise=0.0, curvature=-0.03)
     found = fit_frontier(flops, sizes, losses)
     assert found is not None and found.exponent is None
@@ -184,7 +184,7 @@ def test_what_parabolas_do_not_determine_is_said() -> None:
     assert fit_frontier(flops[:3], sizes[:3], losses[:3]) is None
 
 
-def test_a_minimum_outside_of_its_interval_is_drawn(tmp_path: Path) -> None:
+def test_a_minimum_outside_of_its_interval_is_drawn(tmp_path):
     """As by rounding, if the losses have no noise: a bar has no negative length."""
     found = fit_frontier(*isoflop(noise=2e-3))
     assert found is not None and found.parabolas[0].best is not None
@@ -231,9 +231,7 @@ def run(folder: Path, rows: list[Row], *arguments: str) -> int:
     return guarded(lambda: VERB.run_line([str(folder), *arguments]))
 
 
-def test_a_ladder_is_fitted_to_compute_and_predicts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ladder_is_fitted_to_compute_and_predicts(tmp_path, capsys):
     rows = made(LADDER, noise=0.001, completed=6)
     assert run(tmp_path / "made", rows, "--fits", "--hold-out", "1") == 0
     out = capsys.readouterr().out
@@ -254,16 +252,14 @@ def test_a_ladder_is_fitted_to_compute_and_predicts(
     assert (tmp_path / "made" / "report" / "fits_law.png").stat().st_size > 10_000
 
 
-def test_the_compute_of_a_run_is_that_of_mfu() -> None:
+def test_the_compute_of_a_run_is_that_of_mfu():
     point = points_of(*LADDER)[0]
     row = as_planned("", point.job, []) | {"state": "completed", "tokens": 12_345, "loss": 3.0}
     [found] = fits_of([row]).runs
     assert found.flops == account(point.job.model, 4096).flops_per_token_full * 12_345
 
 
-def test_isoflop_runs_determine_chinchillas_law(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_isoflop_runs_determine_chinchillas_law(tmp_path, capsys):
     rows = made(ISOFLOP, noise=0.001)
     assert run(tmp_path / "made", rows, "--fits", "--json") == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
@@ -279,7 +275,7 @@ def test_isoflop_runs_determine_chinchillas_law(
     assert (tmp_path / "made" / "report" / "fits_isoflop.png").is_file()
 
 
-def test_what_the_data_do_not_determine_is_said() -> None:
+def test_what_the_data_do_not_determine_is_said():
     noisy = fits_of(made(LADDER, noise=0.05))
     [words] = [each for each in noisy.words if each.startswith("The data do not determine")]
     assert "gamma" in words and "K" in words
@@ -292,7 +288,7 @@ def test_what_the_data_do_not_determine_is_said() -> None:
     assert any("loss of one batch" in each for each in fits_of(rows).words)
 
 
-def test_losses_that_cannot_be_compared_are_refused() -> None:
+def test_losses_that_cannot_be_compared_are_refused():
     rows = made(LADDER, noise=0.0)
     with pytest.raises(UserError, match="no run has completed"):
         fits_of(made(LADDER, noise=0.0, completed=0))
@@ -306,7 +302,7 @@ def test_losses_that_cannot_be_compared_are_refused() -> None:
         fits_of(rows, hold_out=7)
 
 
-def test_the_ladder_that_ran_predicts_its_largest_size() -> None:
+def test_the_ladder_that_ran_predicts_its_largest_size():
     """The committed text is that of the committed rows; six sizes are fitted, a larger one is held out."""
     folder = Path(__file__).parents[3] / "experiments" / "ladder"
     found = fits_of(read_kept(folder), hold_out=1)

@@ -15,7 +15,7 @@ from harness.tools.report.listing import list_runs
 from harness.util.errors import UserError
 
 
-def test_runs_are_listed_newest_first_and_once(tmp_path: Path) -> None:
+def test_runs_are_listed_newest_first_and_once(tmp_path):
     folders = []
     for seed, age in ((1, 7200), (2, 90)):
         typed = [*TINY, f"runs_dir={tmp_path}", f"training.seed={seed}", "tags=[a,b]", "notes=why"]

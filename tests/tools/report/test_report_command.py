@@ -35,11 +35,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_a_sweep(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    plan_with: Put,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+    plan_with,
+):
     seen: list[str | None] = []
 
     def make_plan(job: Job, calibration: Any) -> Any:
@@ -71,11 +71,11 @@ def test_a_sweep(
 
 
 def test_differing_numerics_and_no_pictures(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    plan_with: Put,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+    plan_with,
+):
     plan_with(plan_of(rate_of))
     space = ["data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "name=n"]
     folder = make_sweep(tmp_path, [*space, "optimizer.lr=1e-3,2e-3"])
@@ -103,17 +103,17 @@ def test_differing_numerics_and_no_pictures(
     ],
 )
 def test_flags_without_effect_are_refused(
-    typed: list[str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    typed,
+    says,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     assert run(monkeypatch, tmp_path, *typed) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_calibration_beside_the_rows_applies(tmp_path: Path, plan_with: Put) -> None:
+def test_a_calibration_beside_the_rows_applies(tmp_path, plan_with):
     here, other = Calibration(Constants(), source="here"), Calibration(Constants(), source="other")
     here.write(str(tmp_path / CALIBRATION))
     other.write(str(tmp_path / "other.json"))

@@ -32,7 +32,7 @@ def ran(rate: float | None, seed: int, *typed: str) -> dict[str, Any]:
     )
 
 
-def test_ratios_are_of_the_same_round() -> None:
+def test_ratios_are_of_the_same_round():
     """A machine that slows down for both does not change their ratio; a run that failed has none."""
     rates = {1: (100.0, 110.0), 2: (50.0, 60.0), 3: (10.0, 9.0), 4: (1.0, None)}
     rows = []
@@ -47,12 +47,12 @@ def test_ratios_are_of_the_same_round() -> None:
     assert first["memory_gib"] == 1.5 and first["mfu"] is None
 
 
-def test_jobs_that_ran_once_have_no_rounds() -> None:
+def test_jobs_that_ran_once_have_no_rounds():
     assert (
         tables_of_rounds([ran(100.0, 1), ran(90.0, 1, "precision=bf16"), {"point": "no job"}]) == []
     )
 
 
-def test_an_unknown_figure_stays_unknown() -> None:
+def test_an_unknown_figure_stays_unknown():
     assert Spread.of([None, None]) is None
     assert Spread.of([3.0, None, 1.0]) == Spread(2.0, 1.0, 3.0)

@@ -36,7 +36,7 @@ from harness.util.tables import Table, to_text
 RATE = "tokens_per_second_per_rank"
 
 
-def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
+def test_a_sweep_is_rows_of_all_its_points(tmp_path):
     folder = make_sweep(
         tmp_path, failing=lambda job: job.parallelism.tp == 2 and job.parallelism.pp == 2
     )
@@ -68,7 +68,7 @@ def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
     assert "parallelism.dp_shard=-1" in rows[4]["reason"] and job_of(rows[4]) is None
 
 
-def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
+def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path):
     folder = make_sweep(tmp_path)
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
     slow = SlowRank(3, "node7", "H100 3", "forward", 0.31, 17)
@@ -86,7 +86,7 @@ def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
     assert "slow" not in read_kept(keep(tmp_path, rows).parent)[0]
 
 
-def test_names_are_no_html(tmp_path: Path) -> None:
+def test_names_are_no_html(tmp_path):
     bad = "<script>alert(1)</script>"
     made = make_sweep(tmp_path)
     rows = [{**row, "point": f"{row['point']} {bad}", "reason": bad} for row in load(made)]
@@ -97,7 +97,7 @@ def test_names_are_no_html(tmp_path: Path) -> None:
         assert "&lt;" in text and "<script" not in text and "</" not in text and "<img" not in text
 
 
-def test_runs_without_a_sweep_are_found_too(tmp_path: Path) -> None:
+def test_runs_without_a_sweep_are_found_too(tmp_path):
     folder = make_sweep(tmp_path)
     (folder / "sweep.jsonl").unlink()
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -108,7 +108,7 @@ def test_runs_without_a_sweep_are_found_too(tmp_path: Path) -> None:
     assert row["measured.tokens_per_second_per_rank"] > 0
 
 
-def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path):
     """``slurm/job.json`` is not a job of the harness."""
     folder = make_sweep(tmp_path)
     (folder / "sweep.jsonl").unlink()
@@ -121,7 +121,7 @@ def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path: Path) -> None:
     assert len(load(tmp_path)) == 8
 
 
-def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
+def test_every_table_ranks_points_by_the_same_rate(tmp_path):
     """One slow step: the mean is 1018, 509 per rank; steps range from 262 to 1289, not below zero."""
     folder = make_sweep(tmp_path)
     window = Window(warmup_steps=0)
@@ -148,7 +148,7 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     assert to_text(table).endswith(f"{THROUGHPUT}\n")
 
 
-def test_a_run_that_has_not_ended_has_no_measurement(tmp_path: Path) -> None:
+def test_a_run_that_has_not_ended_has_no_measurement(tmp_path):
     folder = make_sweep(tmp_path)
     (folder / "sweep.jsonl").unlink()
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -158,13 +158,13 @@ def test_a_run_that_has_not_ended_has_no_measurement(tmp_path: Path) -> None:
     assert "measured.memory_gib" not in row
 
 
-def test_kept_rows_are_the_rows(tmp_path: Path) -> None:
+def test_kept_rows_are_the_rows(tmp_path):
     rows = load(make_sweep(tmp_path / "runs"))
     keep(tmp_path, [{**row, "predicted.mfu": 0.5, "delta.mfu": 0.1} for row in rows])
     again = load(tmp_path)
     assert [row["point"] for row in again] == [row["point"] for row in rows]
     for row, kept in zip(rows, again, strict=True):
-        assert job_of(kept) is None or job_of(kept).id == row["id"]  # type: ignore[union-attr]
+        assert job_of(kept) is None or job_of(kept).id == row["id"]
         for key in (
             "measured.tokens_per_second_per_rank",
             "code.commit",
@@ -179,7 +179,7 @@ def test_kept_rows_are_the_rows(tmp_path: Path) -> None:
     assert "predicted" not in text
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_named(tmp_path):
     (tmp_path / KEPT).write_text('{"point": "a", "state": "completed"}\n{"point": \n')
     with pytest.raises(UserError, match=r"results.jsonl: line 2 is not a JSON"):
         load(tmp_path)
@@ -190,7 +190,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
+def test_gpu_single_is_rows_by_case(tmp_path):
     """Medians over rounds; the smaller model counts if the larger one did not fit."""
     overrides = [
         "model=llama3_8b",
@@ -242,7 +242,7 @@ def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
     assert (eager["state"], eager["kind"]) == ("failed", "bug")
 
 
-def test_names_and_commands() -> None:
+def test_names_and_commands():
     assert (
         shortened("parallelism.tp=2 optimizer.lr=1.5e-3 model=llama3_8b")
         == "tp=2 lr=1.5e-3 model=llama3_8b"
@@ -252,7 +252,7 @@ def test_names_and_commands() -> None:
     assert shlex.split(command_of(nested))[2:] == nested
 
 
-def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:
+def test_the_job_of_a_row_is_the_job(tmp_path):
     job = compose_job(
         ["cluster=slurm", "cluster.env.A=b", "cluster.sbatch.reservation=x", "data.prefetch=3"]
     )
@@ -278,7 +278,7 @@ def leave_run(runs: Path, *typed: str) -> None:
     leave(job, overrides, result(job, rate_of(job)))
 
 
-def test_runs_are_named_by_the_fewest_fields(tmp_path: Path) -> None:
+def test_runs_are_named_by_the_fewest_fields(tmp_path):
     leave_run(tmp_path, "name=a", "model=llama3_tiny", "optimizer.lr=1e-3", "training.seed=1")
     leave_run(tmp_path, "name=b", "model=llama3_tiny", "optimizer.lr=2e-3", "training.seed=2")
     more = ["cluster.threads_per_rank=2", "training.seed=1"]
@@ -290,13 +290,13 @@ def test_runs_are_named_by_the_fewest_fields(tmp_path: Path) -> None:
     assert len(set(named)) == 4 and named[2:] == ["lr=0.003 seed=1", "lr=0.003 seed=7"]
 
 
-def test_equal_jobs_of_different_names_are_shown_by_name(tmp_path: Path) -> None:
+def test_equal_jobs_of_different_names_are_shown_by_name(tmp_path):
     for name in ("one", "two"):
         leave_run(tmp_path, f"name={name}", "model=llama3_tiny")
     assert [row["point"] for row in load(tmp_path)] == ["name=one", "name=two"]
 
 
-def test_differing_models_are_summarized(tmp_path: Path) -> None:
+def test_differing_models_are_summarized(tmp_path):
     for model in ("llama3_tiny", "llama4_debug", "deepseek_v3_debug"):
         leave_run(tmp_path / "runs", f"model={model}", "training.seq_len=32")
     rows = load(tmp_path / "runs")
@@ -308,7 +308,7 @@ def test_differing_models_are_summarized(tmp_path: Path) -> None:
     assert text.startswith("The numerics of runs differ (model (") and len(text) < 200
 
 
-def test_losses_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_runs(tmp_path, monkeypatch):
     runs: dict[tuple[str, ...], list[tuple[int, float]]] = {
         ("optimizer.lr=1e-3", "training.seed=1"): [(1, 3.0), (2, 2.0), (3, 1.5)],
         ("optimizer.lr=1e-3", "training.seed=2"): [
@@ -360,9 +360,7 @@ FALLING = [9.0, 6.0, 4.0, *(3 - 0.02 * step for step in range(47))]
         ([FALLING[:1]], None),
     ],
 )
-def test_what_a_picture_of_losses_leaves_out(
-    losses: list[list[float]], above: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_picture_of_losses_leaves_out(losses, above, tmp_path, monkeypatch):
     for seed, run in enumerate(losses):
         leave_run(tmp_path, "model=llama3_tiny", f"optimizer.lr={seed + 1}e-3")
         [path] = [each for each in tmp_path.glob("*/*") if not (each / "metrics.jsonl").exists()]
@@ -380,7 +378,7 @@ def test_what_a_picture_of_losses_leaves_out(
     assert outside == int((above or "0").split()[0])
 
 
-def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_has_room_for_long_names(tmp_path, monkeypatch):
     leave_run(tmp_path / "runs", "model=llama3_tiny")
     [row] = load(tmp_path / "runs")
     names = [

@@ -67,7 +67,7 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
+def sweep(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     made = Sweep()
@@ -102,11 +102,11 @@ def edit_result(run_dir: Path, **changes: Any) -> None:
 
 
 def test_command(
-    tmp_path: Path,
-    sweep: Sweep,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    sweep,
+    capsys,
+    monkeypatch,
+):
     sweep.stops_after = 3
     assert converge(tmp_path) == EXIT_INTERRUPTED
     assert not (tmp_path / "c" / "converge").exists()
@@ -144,7 +144,7 @@ def test_command(
     assert rows(tmp_path)["bf16"]["verdict"] == "incomplete"
 
 
-def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
+def test_runs_that_failed(tmp_path, sweep):
     """No verdict for seeds without a control."""
     only = "converge.only=[bf16,recompute_full]"
     assert converge(tmp_path, only) == EXIT_OK
@@ -170,7 +170,7 @@ def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
     }
 
 
-def test_failed_control(tmp_path: Path, sweep: Sweep) -> None:
+def test_failed_control(tmp_path, sweep):
     sweep.stops_after = 1
     assert converge(tmp_path, "converge.seeds=[1]") == EXIT_INTERRUPTED
     edit_result(sweep.ran[0], **GONE)
@@ -179,7 +179,7 @@ def test_failed_control(tmp_path: Path, sweep: Sweep) -> None:
         converge(tmp_path, "converge.seeds=[1]")
 
 
-def test_nothing_has_run(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_has_run(tmp_path, sweep, capsys):
     """On SLURM the command returns before the runs have ended."""
     sweep.stops_after, sweep.code = 0, EXIT_OK
     assert converge(tmp_path) == EXIT_OK

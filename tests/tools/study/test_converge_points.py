@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from harness.compose.composer import compose_job
 from harness.tools.study.techniques import ConvergeJob, Technique, compose_techniques
 
@@ -16,7 +14,7 @@ def composed(*overrides: str) -> dict[str, Technique]:
     return {each.name: each for each in compose_techniques(job, [*DENSE, *overrides])}
 
 
-def test_every_known_technique_runs_on_a_cpu_or_says_why_not() -> None:
+def test_every_known_technique_runs_on_a_cpu_or_says_why_not():
     techniques = composed()
     skipped = {name for name, each in techniques.items() if each.skipped}
     hardware = {"float8_tensorwise", "float8_rowwise", "float8_rowwise_hp", "mxfp8"}
@@ -28,7 +26,7 @@ def test_every_known_technique_runs_on_a_cpu_or_says_why_not() -> None:
     assert other == {"bf16", "bf16_full", "state_8bit", *(f"{name}_emulated" for name in hardware)}
 
 
-def test_runs_are_paired_by_seed() -> None:
+def test_runs_are_paired_by_seed():
     techniques = composed("converge.only=[fsdp]", "training.steps=50")
     assert list(techniques) == ["control", "fsdp"]
     for each in techniques.values():
@@ -41,24 +39,24 @@ def test_runs_are_paired_by_seed() -> None:
     ]
 
 
-def test_experts_have_further_techniques() -> None:
+def test_experts_have_further_techniques():
     experts = ("experiment=convergence/experts", "converge.only=[ep,fsdp_ep]")
     assert composed(*experts)["ep"].job.parallelism.ep == 2
 
 
-def test_techniques_start_from_the_control() -> None:
+def test_techniques_start_from_the_control():
     techniques = composed("converge.control='precision=bf16'", "converge.only=[fsdp,bf16]")
     assert techniques["fsdp"].job.precision.param_dtype == "bfloat16"
     assert techniques["bf16"].skipped == "the same job as the control"
 
 
-def test_world_size_limits_the_ranks() -> None:
+def test_world_size_limits_the_ranks():
     techniques = composed("converge.world_size=4", "converge.only=[hsdp,fsdp_tp_pp]")
     assert not techniques["hsdp"].skipped
     assert techniques["fsdp_tp_pp"].skipped == "8 ranks, converge.world_size=4"
 
 
-def test_an_invalid_technique_is_skipped_with_its_error() -> None:
+def test_an_invalid_technique_is_skipped_with_its_error():
     skipped = composed("converge.techniques.wide='parallelism.tp=3'", "converge.only=[wide,fsdp]")[
         "wide"
     ]
@@ -66,7 +64,7 @@ def test_an_invalid_technique_is_skipped_with_its_error() -> None:
     assert skipped.skipped.startswith("parallelism.tp=3: must divide")
 
 
-def test_no_run_folder_is_shared(tmp_path: Path) -> None:
+def test_no_run_folder_is_shared(tmp_path):
     """The seed is part of the job, so the name of a technique need not be."""
     techniques = composed(f"runs_dir={tmp_path}", "converge.only=[pp_gpipe,pp_1f1b]")
     folders = [run.job.run_dir for each in techniques.values() for run in each.runs.values()]

@@ -54,7 +54,7 @@ def words(result: Result) -> dict[str, str]:
     return {each["module"]: each["word"] for each in result.data["modules"]}
 
 
-def test_mup_passes_and_the_standard_parametrization_fails(tmp_path: Path) -> None:
+def test_mup_passes_and_the_standard_parametrization_fails(tmp_path):
     found = checked(tmp_path / "mup", "model.mup.base_dim=64")
     assert found.code == EXIT_OK, found.text
     assert set(words(found).values()) == {STEADY} and len(words(found)) == 2 + 4 * 2
@@ -69,7 +69,7 @@ def test_mup_passes_and_the_standard_parametrization_fails(tmp_path: Path) -> No
     assert written["steady"] == 10 and len(written["activations"]) == 10 * 3 * 5
 
 
-def test_a_wrong_learning_rate_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_learning_rate_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "_mup_factor", lambda *_: 1.0)
     found = checked(tmp_path, "model.mup.base_dim=64", "coordcheck.widths=[64,256]")
     assert found.code == EXIT_DRIFTS and words(found)["layers.1"] == GROWS
@@ -98,7 +98,7 @@ def made(exponent: float, change: float, steps: int = 2) -> list[Activation]:
         (math.nan, 0.0, UNDEFINED),
     ],
 )
-def test_power_laws_are_found(exponent: float, change: float, word: str) -> None:
+def test_power_laws_are_found(exponent, change, word):
     [verdict] = judge(made(exponent, change), 0.25)
     assert verdict.word == word
     if not math.isnan(exponent):
@@ -108,12 +108,12 @@ def test_power_laws_are_found(exponent: float, change: float, word: str) -> None
 
 
 @pytest.mark.parametrize(("change", "word"), [(-0.7, STEADY), (-0.8, VANISHES), (0.3, GROWS)])
-def test_changes_of_logits_may_vanish_as_the_root_of_the_width(change: float, word: str) -> None:
+def test_changes_of_logits_may_vanish_as_the_root_of_the_width(change, word):
     activations = [dataclasses.replace(each, kind="logits") for each in made(0.0, change)]
     assert judge(activations, 0.25)[0].word == word
 
 
-def test_growth_at_one_step_is_found() -> None:
+def test_growth_at_one_step_is_found():
     activations = [
         Activation("output", "logits", width, step, width if step == 1 else 1.0, 1.0)
         for width in (64, 256)
@@ -123,13 +123,13 @@ def test_growth_at_one_step_is_found() -> None:
     assert (verdict.word, verdict.step) == (GROWS, 1) and verdict.slope == pytest.approx(1)
 
 
-def test_a_value_without_logarithm_has_no_slope() -> None:
+def test_a_value_without_logarithm_has_no_slope():
     assert math.isnan(slope([(64, 0.0), (128, 1.0)])) and math.isnan(
         slope([(64, math.inf), (128, 1.0)])
     )
 
 
-def test_recorded_values_are_those_of_the_modules() -> None:
+def test_recorded_values_are_those_of_the_modules():
     """Attention scores and router logits, which no module returns, against their definitions."""
     from families_table import batch, changed, random_model
 

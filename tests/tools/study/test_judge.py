@@ -76,7 +76,7 @@ def rates(**differences: float) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("drift", "most"), [(0.001, 0.0), (0.01, 0.02), (0.03, 0.1)])
-def test_equal_techniques_are_rarely_called_different(drift: float, most: float) -> None:
+def test_equal_techniques_are_rarely_called_different(drift, most):
     """If seeds differ by more than the bound, each of two measures errs at each side with at most 5 %."""
     words = rates(drift=drift)
     assert words[BETTER] + words[WORSE] <= most
@@ -98,13 +98,11 @@ def test_equal_techniques_are_rarely_called_different(drift: float, most: float)
         ({"drift": 0.003, "offset": 0.011}, EQUAL, 0, 0.05),
     ],
 )
-def test_shares_of_verdicts(
-    differences: dict[str, float], word: str, least: float, most: float
-) -> None:
+def test_shares_of_verdicts(differences, word, least, most):
     assert least <= rates(**differences)[word] <= most
 
 
-def test_a_gain_of_one_who_claims_the_same_numbers_is_different() -> None:
+def test_a_gain_of_one_who_claims_the_same_numbers_is_different():
     random = np.random.default_rng(1)
     control, techniques = experiment(random, drift=0.001, speed=0.02)
     assert judge(control, techniques["0"], CONFIG).word == BETTER
@@ -113,7 +111,7 @@ def test_a_gain_of_one_who_claims_the_same_numbers_is_different() -> None:
 
 
 @pytest.mark.parametrize("offset", [0.03, -0.03])
-def test_who_claims_the_same_numbers_and_differs_is_different(offset: float) -> None:
+def test_who_claims_the_same_numbers_and_differs_is_different(offset):
     """Whether it would be worse or better."""
     control, techniques = experiment(np.random.default_rng(1), drift=0.001, offset=offset)
     claiming = replace(techniques["0"], same_numerics=True)
@@ -121,21 +119,21 @@ def test_who_claims_the_same_numbers_and_differs_is_different(offset: float) -> 
     assert (verdict.word, verdict.reason) == (DIFFERENT, "final loss")
 
 
-def test_one_seed_is_undecided() -> None:
+def test_one_seed_is_undecided():
     control, techniques = experiment(np.random.default_rng(2), drift=0.001, speed=0.5)
     single = replace(techniques["0"], losses={0: techniques["0"].losses[0]})
     verdict = judge(control, single, CONFIG)
     assert (verdict.word, verdict.reason) == (UNDECIDED, "one seed; needs more seeds")
 
 
-def test_lead_is_the_speed() -> None:
+def test_lead_is_the_speed():
     curve = truth(STEPS * 1.0)
     slope = slope_of(STEPS, curve)
     assert lead(STEPS, 0.01 * slope, slope) == pytest.approx(0.01)
     assert lead(STEPS, truth(STEPS * 1.01) - curve, slope) == pytest.approx(0.01, rel=0.2)
 
 
-def test_slope() -> None:
+def test_slope():
     """The slope against log(step) of a logarithm is its factor."""
     assert slope_of(STEPS, 5 - 0.3 * np.log(STEPS)) == pytest.approx(np.full(len(STEPS), -0.3))
 
@@ -146,7 +144,7 @@ def same_bits(control: Curves) -> Curves:
     )
 
 
-def test_same_bits_are_equal() -> None:
+def test_same_bits_are_equal():
     """Differences without variance do not divide by zero."""
     control, _ = experiment(np.random.default_rng(5), drift=0.0)
     verdict = judge(control, same_bits(control), CONFIG)
@@ -155,7 +153,7 @@ def test_same_bits_are_equal() -> None:
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1.001, EQUAL), (1.02, DIFFERENT)])
-def test_norms_differ_with_equal_losses(factor: float, word: str) -> None:
+def test_norms_differ_with_equal_losses(factor, word):
     control, _ = experiment(np.random.default_rng(8), drift=0.0)
     control = replace(same_bits(control), norms=control.losses)
     norms = {seed: factor * norms for seed, norms in control.norms.items()}
@@ -167,7 +165,7 @@ def test_norms_differ_with_equal_losses(factor: float, word: str) -> None:
     assert other.word == EQUAL and NORM not in other.estimates
 
 
-def test_an_interval_is_inside_outside_or_neither() -> None:
+def test_an_interval_is_inside_outside_or_neither():
     """Mean 2, standard error 1/sqrt(3), two degrees of freedom."""
     estimate = Estimate.of([1.0, 2.0, 3.0], 4.0, 0.05)
     half = 2.919986 / math.sqrt(3)
@@ -181,7 +179,7 @@ def test_an_interval_is_inside_outside_or_neither() -> None:
     assert Estimate.of([-1.0, -2.0, -3.0], 0.3, 0.05).is_outside
 
 
-def test_estimates_without_variance_or_of_one_value() -> None:
+def test_estimates_without_variance_or_of_one_value():
     assert Estimate.of([0.0] * 3, 1e-9, 0.05).is_inside
     assert Estimate.of([0.1] * 3, 0.05, 0.05).is_outside
     single = Estimate.of([0.0], 1e9, 0.05)

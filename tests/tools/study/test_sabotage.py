@@ -22,7 +22,6 @@ from harness.tools.study.judge import (
     FINAL,
     NORM,
     Curves,
-    TechniqueVerdict,
     judge,
 )
 from harness.tools.study.techniques import ConvergeConfig
@@ -42,7 +41,7 @@ def missing_scale_on_one_rank(job_json: str, steps: int) -> Trace:
 
     original = TokenLoss.__call__
 
-    def doubled(self, logits, labels):  # type: ignore[no-untyped-def]
+    def doubled(self, logits, labels):
         loss = original(self, logits, labels)
         return 2 * loss - loss.detach() if dist.get_rank() == 1 else loss
 
@@ -56,7 +55,7 @@ def smaller_gradients(job_json: str, steps: int) -> Trace:
 
     original = Engine.__init__
 
-    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+    def init(self, *args, **options):
         original(self, *args, **options)
         for _, parameter in self.named_parameters():
             parameter.register_hook(lambda gradient: 0.97 * gradient)
@@ -65,7 +64,7 @@ def smaller_gradients(job_json: str, steps: int) -> Trace:
         return trace(job_json, steps)
 
 
-def curves(pool: RankPool, job: Job, train=trace, *, same: bool = True) -> Curves:  # type: ignore[no-untyped-def]
+def curves(pool: RankPool, job: Job, train=trace, *, same: bool = True) -> Curves:
     losses, norms = {}, {}
     for seed in SEEDS:
         own = with_value(job, "training.seed", seed)
@@ -75,7 +74,7 @@ def curves(pool: RankPool, job: Job, train=trace, *, same: bool = True) -> Curve
 
 
 @pytest.fixture(scope="module")
-def verdicts(pool: RankPool) -> dict[str, TechniqueVerdict]:
+def verdicts(pool):
     control = curves(pool, tiny(*JOB))
     techniques = {
         "fsdp": curves(pool, tiny(*JOB, *FSDP)),
@@ -92,8 +91,8 @@ def verdicts(pool: RankPool) -> dict[str, TechniqueVerdict]:
 
 
 def test_errors_are_found_and_correct_techniques_are_equal(
-    verdicts: dict[str, TechniqueVerdict],
-) -> None:
+    verdicts,
+):
     correct = verdicts.keys() - {"lr", "scale", "factor"}
     assert correct and {verdicts[name].word for name in correct} == {EQUAL}
     # A larger rate learns faster at the start; the verdict says so.
