@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.model.accounting import block_weights
-from harness.model.spec import block_tensors
 from harness.tools.plan.costs import AttentionCost
 from harness.tools.plan.machine import Group, Machine, expert_groups, group_of
-from harness.tools.plan.parameters import BYTES, tensors_by_module
+from harness.tools.plan.parameters import BYTES, HeldTensor, held_groups
 
 # A ring's partial results, eager (torch's _SDPAMerger and ring backward,
 # torch/distributed/tensor/experimental/ _context_parallel/_attention.py). Outputs: the cast to 32
@@ -168,56 +167,41 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Communication and copies of FSDP and replication for one block."""
+    """Communication and copies of FSDP and replication for a block, or for another FSDP group."""
 
     gather: tuple[Collective, ...]
     reduce: tuple[Collective, ...]
     copying: float
     """Seconds of copying gathered parameters out of the buffer that they came in."""
-    held: float
-    """Number of the block's parameters in the rank's shard."""
-
-    def __add__(self, other: Sharing) -> Sharing:
-        collectives = self.gather + other.gather, self.reduce + other.reduce
-        return Sharing(*collectives, self.copying + other.copying, self.held + other.held)
 
 
 def sharing_of_block(job: Job, machine: Machine, layer: int) -> Sharing:
-    """FSDP's work for a block. Experts are a separate group, sharded over other ranks."""
-    layout = job.parallelism
-    experts, others = block_weights(job.model, layer)
-    matrices = [t for t in block_tensors(job.model, layer) if t.is_matrix and not t.is_expert]
-    split = sum(matrix.size for matrix in matrices if matrix.split_dim is not None)
-    shared = _sharing(job, machine, others - split + split / layout.tp)
-    if not experts:
-        return shared
-    own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
-    return shared + _sharing(job, machine, own, expert_groups(job, machine.ranks_per_node)[1])
+    """FSDP's work for a block: one group, or another one for experts that other ranks share."""
+    # The block of multi-token prediction is after the last layer.
+    name = f"layers.{layer}" if layer < job.model.n_layers else "mtp"
+    return sharing_of(job, machine, held_groups(job, [name]).values())
 
 
-def sharing_of_table(job: Job, machine: Machine, name: str) -> Sharing:
-    """FSDP's work for the embedding or the output projection."""
-    values = sum(tensor.size for tensor in tensors_by_module(job.model).get(name, ()))
-    return _sharing(job, machine, values / job.parallelism.tp)
-
-
-def _sharing(job: Job, machine: Machine, values: float, group: Group | None = None) -> Sharing:
-    """The work for so many values; without a ``group`` of their own, dp_shard and cp shard them."""
+def sharing_of(job: Job, machine: Machine, groups: Iterable[Sequence[HeldTensor]]) -> Sharing:
+    """FSDP's work for the parameters of some of its groups."""
     precision = job.precision
     per_node = machine.ranks_per_node
     param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
     reduced = BYTES[precision.reduce_dtype]
-    group = group or group_of(job, per_node, "dp_shard", "cp")
-    shards = group.ranks
+    replicas = group_of(job, per_node, "dp_replicate")
     gather = []
     reduce = []
-    if shards > 1:
-        gather.append(Collective.on(machine, "dp", "all_gather", group, values * param))
-        reduce.append(Collective.on(machine, "dp", "reduce_scatter", group, values * reduced))
-    if job.parallelism.dp_replicate > 1:
-        replicas = group_of(job, per_node, "dp_replicate")
-        reduce.append(
-            Collective.on(machine, "dp", "all_reduce", replicas, values / shards * reduced)
-        )
-    copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
-    return Sharing(tuple(gather), tuple(reduce), copying, values / shards)
+    copying = 0.0
+    for tensors in groups:
+        values = sum(tensor.gathered_elements for tensor in tensors)
+        shards = group_of(job, per_node, "dp_shard", "cp")
+        if tensors[0].spec.is_expert:
+            shards = expert_groups(job, per_node)[1]
+        if shards.ranks > 1:
+            gather.append(Collective.on(machine, "dp", "all_gather", shards, values * param))
+            reduce.append(Collective.on(machine, "dp", "reduce_scatter", shards, values * reduced))
+            copying += machine.pass_seconds(2 * values * param)
+        if replicas.ranks > 1:
+            size = values / shards.ranks * reduced
+            reduce.append(Collective.on(machine, "dp", "all_reduce", replicas, size))
+    return Sharing(tuple(gather), tuple(reduce), copying)

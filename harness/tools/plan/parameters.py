@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -229,6 +229,17 @@ def parameters_of(job: Job, pp_rank: int) -> RankParameters:
         for stage in stages_of_rank(layout, model.n_layers, pp_rank)
     }
     return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype], known.specs)
+
+
+def held_groups(job: Job, names: Iterable[str]) -> dict[str, list[HeldTensor]]:
+    """The parameters of modules of a model on the fullest rank, by FSDP group."""
+    known = _held_modules(job.model, job.precision, job.optimizer)
+    groups: dict[str, list[HeldTensor]] = {}
+    for name in names:
+        if name in known.specs:
+            for group, tensors in known.of(name, job.parallelism).groups.items():
+                groups.setdefault(group, []).extend(tensors)
+    return groups
 
 
 def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig) -> HeldTensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -23,12 +23,12 @@ from harness.tools.plan.collectives import (
     Collective,
     Pass,
     Sharing,
+    sharing_of,
     sharing_of_block,
-    sharing_of_table,
 )
 from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
-from harness.tools.plan.parameters import BYTES, parameters_of, planned_update
+from harness.tools.plan.parameters import BYTES, held_groups, parameters_of, planned_update
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 
 # Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient,
@@ -59,7 +59,6 @@ class StageTimes:
     gathers: dict[str, Pass]
     """What FSDP adds to a pass that finds the parameters freed by the forward pass before, by
     kind."""
-    sharing: tuple[Sharing, ...]
     once: Pass
     """What FSDP exposes, and copies, once a step (or once a pass over a local batch)."""
 
@@ -106,13 +105,13 @@ class StepModel:
         inputs = [block.recompute + block.inputs for block in blocks]
         weights = [block.weights for block in blocks]
         tables = {"tok_embeddings": self.worker.table, "output": self.worker.head}
-        named = [name for name in tables if name in names]
-        held = named[: 1 if model.tied_embeddings else None]
-        sharing += [sharing_of_table(self.job, self.machine, name) for name in held]
-        for name in named:
-            there, back = tables[name]()
-            forward.append(there)
-            inputs.append(back)
+        for name, table in tables.items():
+            if name in names:
+                there, back = table()
+                forward.append(there)
+                inputs.append(back)
+        ends = held_groups(self.job, (name for name in names if not name.startswith("layers.")))
+        sharing += [sharing_of(self.job, self.machine, [group]) for group in ends.values()]
         always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
         forward.append(always[0])
         inputs.append(always[1])
@@ -123,7 +122,7 @@ class StepModel:
             # autograd has no half for inputs of the first stage.
             passes["I"] += passes["W"]
             passes["W"] += sum((block.recompute + block.inputs for block in blocks), Pass())
-        return StageTimes(passes, gathers, tuple(sharing), once)
+        return StageTimes(passes, gathers, once)
 
     # -- FSDP ----
 
@@ -185,10 +184,9 @@ class StepModel:
 
     # -- a step ----
 
-    def update_seconds(self, stages: Iterable[StageTimes]) -> float:
-        """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
-        sharing = chain.from_iterable(stage.sharing for stage in stages)
-        held = sum(shared.held for shared in sharing)
+    def _update_seconds(self, rank: int) -> float:
+        """Seconds of the norm, clipping and the optimizer on a pipeline rank."""
+        held = parameters_of(self.job, rank).held
         width = BYTES[self.job.precision.master_dtype] / 4
         moved = CLIP_BYTES + moved_by_update(self.job.model, self.job.optimizer)
         return self.machine.pass_seconds(held * moved * width)
@@ -285,7 +283,7 @@ class StepModel:
         for stage in stages:
             add(stage.once, passes)
         orthogonalization = self._orthogonalization(rank)
-        parts["optimizer"] = self.update_seconds(stages) + orthogonalization.seconds
+        parts["optimizer"] = self._update_seconds(rank) + orthogonalization.seconds
         collectives += [(item, 1) for item in orthogonalization.collectives]
         if self.layout.pp > 1:
             collectives.append((self._send, self.sends[rank] * passes))

@@ -80,7 +80,7 @@ def numbers(case: str) -> dict[str, Any]:
             for rank in plan.memory
         ],
         "milliseconds": plan.speed
-        and {k: round(v * 1e3, 4) for k, v in plan.speed.parts.items() if v},
+        and {k: round(v * 1e3, 4) for k, v in plan.speed.parts.items() if abs(v) > 1e-9},
         "traffic": {
             f"{each.axis} {each.collective} {each.ranks}": [
                 each.count,
