@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from harness.config.job import Job
 from harness.model.spec import Split, TensorSpec
 from harness.precision.linears import sort_linears
-from harness.tools.plan.collectives import Collective, ContextParallel, Pass
+from harness.tools.plan.collectives import Collective, Pass, context_parallel
 from harness.tools.plan.costs import Operations, costs_of
-from harness.tools.plan.machine import Machine, expert_groups, group_of
+from harness.tools.plan.machine import Machine, group_of
 from harness.tools.plan.parameters import BYTES, tp_of
 
 
@@ -169,12 +169,14 @@ class Worker:
         operations = self.model_costs.block_operations(job.model, layer, job.training.seq_len)
         passes = self._passes(operations)
         attention = self._attention_seconds(operations)
-        context = ContextParallel(job, self.machine, operations.attention, self.rows, attention)
+        context, context_back = context_parallel(
+            job, self.machine, operations.attention, self.rows, attention
+        )
         products = sum(self._product(product) for product in operations.products)
         casts = self._cast(operations, self.casts.forward, of_inputs=True)
         casts_of_weights = self._cast_weights(operations)
         others = passes + casts + casts_of_weights
-        computing = products + attention + context.merging_seconds() + others
+        computing = products + attention + context.compute + others
         # The host starts every kernel; the device waits for it if it is faster.
         host = self.machine.constants.host * (
             self._kernels(operations) + len(operations.products) + 1
@@ -183,7 +185,7 @@ class Worker:
             host = 0.0
         tensor = self._tensor(operations, recompute=False)
         experts = self._to_experts(operations, counts=True)
-        forward = Pass(max(computing, host), (*tensor, *context.forward(), *experts))
+        forward = Pass(max(computing, host), (*tensor, *context.collectives, *experts))
         # FSDP casts a microbatch's gradients to the dtype in which they are reduced (read 2 bytes,
         # write 4). If several passes share one reduction, it adds them to the sum instead (read 2
         # and 4, write 4; FSDPParam's ``accumulate_unsharded_grad_if_needed``).
@@ -203,8 +205,8 @@ class Worker:
             biases = self.machine.pass_seconds(
                 values * self.costs.bias_gradient * self.value_bytes / 2
             )
-        inputs = products + again + 2 * passes + 2.5 * attention + biases + context.adding_seconds()
-        back = *tensor, *context.backward(), *self._to_experts(operations, counts=False)
+        inputs = products + again + 2 * passes + 2.5 * attention + biases + context_back.compute
+        back = *tensor, *context_back.collectives, *self._to_experts(operations, counts=False)
         return BlockPasses(
             forward=forward,
             recompute=self._recomputed(
@@ -235,8 +237,9 @@ class Worker:
         per_logit = COMPILED_LOGIT if job.compile.loss else EAGER_LOGIT
         loss = self.machine.pass_seconds(self.rows * vocabulary * per_logit * self.value_bytes / 2)
         whole = self.rows * job.model.dim * self.value_bytes
-        forward = Pass(product + loss / 2, self._tensor_of(whole, 1, 0)).times(times)
-        return forward, Pass(2 * product + loss / 2, self._tensor_of(whole, 0, 1)).times(times)
+        forward = Pass(product + loss / 2, self._tensor_of(whole, 1, 0))
+        backward = Pass(2 * product + loss / 2, self._tensor_of(whole, 0, 1))
+        return sum([forward] * times, Pass()), sum([backward] * times, Pass())
 
     # -- computing ----
 
@@ -414,7 +417,7 @@ class Worker:
             return ()
         size = self._expert_rows(1) * operations.expert_width * self.value_bytes
         sizes = [*([job.model.moe.num_experts * COUNT_BYTES] if counts else []), size, size]
-        group = expert_groups(job, self.machine.ranks_per_node)[0]
+        group = group_of(job, self.machine.ranks_per_node, "ep")
         return tuple(Collective.on(self.machine, "ep", "all_to_all", group, each) for each in sizes)
 
     def _held(self, operations: Operations, counts: Callable[[TensorSpec], bool]) -> float:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.config.job import Job
-from harness.config.parallelism import ParallelismConfig
 from harness.tools.plan.costs import AttentionCost
-from harness.tools.plan.machine import Group, Machine, expert_groups, group_of
+from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.parameters import BYTES, HeldTensor, held_groups
 
 # A ring's partial results, eager (torch's _SDPAMerger and ring backward,
@@ -61,108 +60,62 @@ class Pass:
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.compute + other.compute, self.collectives + other.collectives)
 
-    def times(self, factor: float) -> Pass:
-        scaled = (
-            replace(
-                m, bytes=m.bytes * factor, seconds=m.seconds * factor, exposed=m.exposed * factor
-            )
-            for m in self.collectives
-        )
-        return Pass(self.compute * factor, tuple(scaled))
 
+def context_parallel(
+    job: Job, machine: Machine, attention: AttentionCost, rows: int, seconds: float
+) -> tuple[Pass, Pass]:
+    """What context parallelism adds to forward and backward of a block's attention.
 
-@dataclass(frozen=True)
-class ContextParallel:
-    """Collectives of a block's attention over the context axis, and a ring's partial results."""
+    Ulysses exchanges heads for positions, and back. A ring passes keys and values on, in backward
+    also their gradients in float32, and merges partial results
+    (torch/distributed/tensor/experimental/_context_parallel/_attention.py,
+    _templated_ring_attention_backward).
 
-    job: Job
-    machine: Machine
-    of: AttentionCost
-    rows: int
-    """Tokens of a rank."""
-    attention_seconds: float
-    """Of attention's forward on a rank."""
+    Args:
+        rows: tokens of a rank.
+        seconds: attention's forward on a rank, which hides a ring's collectives.
+    """
+    layout = job.parallelism
+    cp = layout.cp
+    if cp == 1:
+        return Pass(), Pass()
+    per_width = rows / layout.tp
+    queries = per_width * attention.heads * attention.score_width
+    keys = per_width * attention.kv_heads * (attention.score_width + attention.value_width)
+    outputs = per_width * attention.heads * attention.value_width
+    value_bytes = BYTES[job.precision.param_dtype]
 
-    @property
-    def layout(self) -> ParallelismConfig:
-        return self.job.parallelism
-
-    def forward(self) -> tuple[Collective, ...]:
-        """Collectives of context parallel in forward: Ulysses' two exchanges, or a ring's keys and values."""
-        layout = self.layout
-        of = self.of
-        value_bytes = BYTES[self.job.precision.param_dtype]
-        if layout.cp == 1:
-            return ()
-        if layout.cp_method == "ulysses":
-            per_head = self.rows * value_bytes / layout.tp
-            inputs = per_head * (
-                of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width)
-            )
-            return self._over("all_to_all", [inputs, per_head * of.heads * of.value_width])
-        keys = self._keys * value_bytes
-        behind = self.attention_seconds * (layout.cp - 1) / layout.cp
-        if layout.cp_rotate_method == "allgather":
-            return self._over("all_gather", [keys * layout.cp], behind)
-        return self._over("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
-
-    def backward(self) -> tuple[Collective, ...]:
-        """The same in backward; a ring also passes on the gradients of keys and values, in float32.
-
-        Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py,
-        _templated_ring_attention_backward.
-        """
-        layout = self.layout
-        if layout.cp == 1 or layout.cp_method == "ulysses":
-            return self.forward()
-        gradients = [self._one_hop(self._keys * BYTES["float32"])] * layout.cp
-        return (*self.forward(), *self._over("all_to_all", gradients, self.attention_seconds * 1.5))
-
-    @property
-    def _keys(self) -> float:
-        """Elements of a rank's keys and values."""
-        of = self.of
-        return self.rows * of.kv_heads * (of.score_width + of.value_width) / self.layout.tp
-
-    def _one_hop(self, size: float) -> float:
-        """Size of an all-to-all in which a rank sends ``size`` bytes, as it does in one hop of a ring."""
-        cp = self.layout.cp
-        return size * cp / (cp - 1)
-
-    def _over(
-        self, collective: str, sizes: list[float], behind: float = 0.0
-    ) -> tuple[Collective, ...]:
+    def over(kind: str, sizes: Sequence[float], behind: float = 0.0) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
-        group = group_of(self.job, self.machine.ranks_per_node, "cp")
-        every = [Collective.on(self.machine, "cp", collective, group, size) for size in sizes]
-        exposed = max(0.0, 1 - behind / sum(each.seconds for each in every)) if behind else 1.0
+        group = group_of(job, machine.ranks_per_node, "cp")
+        every = [Collective.on(machine, "cp", kind, group, size) for size in sizes]
+        exposed = max(0.0, 1 - behind / sum(each.seconds for each in every))
         return tuple(replace(each, exposed=each.seconds * exposed) for each in every)
 
-    def merging_seconds(self) -> float:
-        """Seconds of merging a ring's partial outputs in forward, and of copying keys and values."""
-        outputs = self.rows * self.of.heads * self.of.value_width / self.layout.tp
-        return self._ring_steps(
-            (outputs, RING_CAST, RING_CAST + RING_MERGE), (self._keys, 0.0, RING_KEYS)
+    if layout.cp_method == "ulysses":
+        both = Pass(
+            0.0, over("all_to_all", [(queries + keys) * value_bytes, outputs * value_bytes])
         )
+        return both, both
+    # Half of a load-balanced ring's steps work on half of the rows.
+    share, copying = (0.75, RING_COPY / 2) if layout.cp_load_balance else (1.0, 0.0)
 
-    def adding_seconds(self) -> float:
-        """Seconds of adding up a ring's gradients."""
-        queries = self.rows * self.of.heads * self.of.score_width / self.layout.tp
-        keys = self._keys, RING_KEY_GRADIENTS, RING_KEY_GRADIENTS + RING_KEYS
-        return self._ring_steps((queries, RING_QUERY, RING_QUERY), keys)
+    def steps(values: float, first: float, later: float) -> float:
+        """Seconds of passes over values, with so many bytes per value in the first and in later steps."""
+        return machine.pass_seconds(values * (first + (cp - 1) * (share * later + copying)))
 
-    def _ring_steps(self, *passes: tuple[float, float, float]) -> float:
-        """Seconds of a ring's passes: each of so many values, with bytes per value at first and later."""
-        layout = self.layout
-        if layout.cp == 1 or layout.cp_method != "ring":
-            return 0.0
-        share, copying = (0.75, RING_COPY / 2) if layout.cp_load_balance else (1.0, 0.0)
-        return sum(
-            self.machine.pass_seconds(
-                values * (first + (layout.cp - 1) * (share * later + copying))
-            )
-            for values, first, later in passes
-        )
+    # A rank sends as much in an all-to-all as in a hop of a ring.
+    hop = keys * cp / (cp - 1)
+    hidden = seconds * (cp - 1) / cp
+    if layout.cp_rotate_method == "allgather":
+        moved = over("all_gather", [keys * value_bytes * cp], hidden)
+    else:
+        moved = over("all_to_all", [hop * value_bytes] * (cp - 1), hidden)
+    gradients = over("all_to_all", [hop * BYTES["float32"]] * cp, seconds * 1.5)
+    merging = steps(outputs, RING_CAST, RING_CAST + RING_MERGE) + steps(keys, 0.0, RING_KEYS)
+    adding = steps(queries, RING_QUERY, RING_QUERY)
+    adding += steps(keys, RING_KEY_GRADIENTS, RING_KEY_GRADIENTS + RING_KEYS)
+    return Pass(merging, moved), Pass(adding, (*moved, *gradients))
 
 
 @dataclass(frozen=True)
@@ -194,9 +147,8 @@ def sharing_of(job: Job, machine: Machine, groups: Iterable[Sequence[HeldTensor]
     copying = 0.0
     for tensors in groups:
         values = sum(tensor.gathered_elements for tensor in tensors)
-        shards = group_of(job, per_node, "dp_shard", "cp")
-        if tensors[0].spec.is_expert:
-            shards = expert_groups(job, per_node)[1]
+        axes = ("expert_shards",) if tensors[0].spec.is_expert else ("dp_shard", "cp")
+        shards = group_of(job, per_node, *axes)
         if shards.ranks > 1:
             gather.append(Collective.on(machine, "dp", "all_gather", shards, values * param))
             reduce.append(Collective.on(machine, "dp", "reduce_scatter", shards, values * reduced))

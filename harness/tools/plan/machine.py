@@ -229,21 +229,22 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
     )
 
 
-def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
-    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of its shards."""
-    layout = job.parallelism
-    world = job.world_size
-    stride = layout.tp if layout.splits_experts else 1
-    groups = []
-    for ranks in (layout.ep, layout.expert_shards):
-        groups.append(Group(ranks, neighbours(ranks, stride, ranks_per_node, world)))
-        stride *= ranks
-    return groups[0], groups[1]
-
-
 def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:
-    """Return the group over neighbouring mesh axes, e.g. dp_shard and cp."""
-    return _group(tuple(job.parallelism.degrees.items()), ranks_per_node, axes)
+    """Return the group over neighbouring mesh axes, e.g. dp_shard and cp.
+
+    ``ep`` and ``expert_shards`` are axes of the experts' mesh (``parallelism/mesh.py``), which has
+    them in place of dp_shard, cp, and tp where that does not split experts.
+    """
+    layout = job.parallelism
+    degrees = layout.degrees
+    if axes[0] in ("ep", "expert_shards"):
+        degrees = {
+            "replicas": layout.pp * layout.dp_replicate,
+            "expert_shards": layout.expert_shards,
+            "ep": layout.ep,
+            "tp": layout.tp if layout.splits_experts else 1,
+        }
+    return _group(tuple(degrees.items()), ranks_per_node, axes)
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,6 @@ from harness.tools.plan.constants import Calibration, Constants, Software
 from harness.tools.plan.machine import (
     Group,
     Machine,
-    expert_groups,
     group_of,
     machine_of,
     neighbours,
@@ -91,7 +90,8 @@ def test_ranks_with_the_same_experts_are_on_many_nodes() -> None:
         (far, 64, (Group(64, 8), Group(4, 1))),
         (split, 8, (Group(8, 1), Group(4, 1))),
     ):
-        assert expert_groups(job_of(*layout, f"parallelism.ep={ep}"), 8) == groups
+        job = job_of(*layout, f"parallelism.ep={ep}")
+        assert tuple(group_of(job, 8, axis) for axis in ("ep", "expert_shards")) == groups
     traffic = step(*far, "parallelism.ep=8", "training.seq_len=4096")[1]
     [experts] = [each for each in traffic if (each.ranks, each.collective) == (32, "all_gather")]
     assert experts.link == "network" and experts.seconds is not None
