@@ -441,6 +441,12 @@ class ActivationCheckpointConfig:
     """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like
     none)."""
 
+    def covers(self, layer: int) -> bool:
+        """Whether anything of this block is recomputed."""
+        if self.mode == "selective_layer":
+            return layer % self.every_nth_layer == 0
+        return self.mode != "none"
+
     def validate(self, compiler: CompileConfig) -> None:
         if self.mode == "memory_budget" and not (compiler.blocks and compiler.backend != "eager"):
             rule = "is applied by the compiler's partitioner, and blocks are not compiled"

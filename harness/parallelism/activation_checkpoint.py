@@ -86,7 +86,7 @@ def apply_activation_checkpoint(
         return
     for layer, block in part.blocks.items():
         # By the layer's number in the full model: the same blocks for any pipeline split.
-        if config.mode == "selective_layer" and layer % config.every_nth_layer:
+        if not config.covers(layer):
             continue
         options: dict[str, Any] = {}
         parts = ["forward"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from harness.config.job import Job
@@ -131,177 +131,193 @@ class BlockPasses:
 
 
 class Worker:
-    """Predicts the time and collectives of a job's passes on a machine; ``converted`` are linears' names."""
+    """Predicts the time and collectives of a job's passes on a machine."""
 
-    def __init__(self, job: Job, machine: Machine, converted: frozenset[str] = frozenset()) -> None:
+    def __init__(self, job: Job, machine: Machine) -> None:
         self.job = job
         self.machine = machine
-        self.converted = converted
-        layout = job.parallelism
+        self.layout = job.parallelism
         self.model_costs = costs_of(job.model)
-        if job.precision.linear != "none" and not converted:
-            self.converted = frozenset(sort_linears(job.model, job.precision).converted)
-        self.rows = job.microbatch_size * job.training.seq_len // layout.cp
-        self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
-        self.value_bytes = BYTES[job.precision.param_dtype]
-        self.dtype = job.precision.param_dtype
-        eager = EAGER if self.machine.software.fused_norm else UNFUSED
+        precision = job.precision
+        self.converted = frozenset[str]()
+        """Names of the linears with 8-bit products."""
+        if precision.linear != "none":
+            self.converted = frozenset(sort_linears(job.model, precision).converted)
+        self.rows = job.microbatch_size * job.training.seq_len // self.layout.cp
+        """Tokens of a rank in a microbatch."""
+        sequence_parallel = self.layout.uses_sequence_parallel
+        self.stream_rows = self.rows // self.layout.tp if sequence_parallel else self.rows
+        """Those of its residual stream."""
+        self.value_bytes = BYTES[precision.param_dtype]
+        self.dtype = precision.param_dtype
+        eager = EAGER if machine.software.fused_norm else UNFUSED
         self.costs = COMPILED if job.compile.blocks else eager
-        narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
-        has_tf32 = (
-            job.training.matmul_precision != "highest" and "tf32" in self.machine.device.peak_flops
-        )
+        has_tf32 = "tf32" in machine.device.peak_flops
+        has_tf32 = has_tf32 and job.training.matmul_precision != "highest"
         self.router_dtype = "tf32" if has_tf32 else "float32"
-        # Emulated products are computed in float32.
-        self.narrow = "float32" if job.precision.emulate else narrow
-        self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0, 0, 0))
-        of = job.model.moe
-        ep = layout.ep
-        self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
+        self.narrow = "mxfp8" if precision.linear == "mxfp8" else "float8"
+        if precision.emulate:
+            self.narrow = "float32"  # emulated products are computed in it
+        self.casts = CASTS.get(precision.linear, Casts(0, 0, 0, 0, 0))
+        moe = job.model.moe
+        ep = self.layout.ep
+        self.busiest = 1.0 if moe.force_balance else machine.busiest(ep, moe.num_experts // ep)
+        self.expert_tp = self.layout.tp if self.layout.splits_experts else 1
+        """Ranks that split each expert."""
         # With one scale a tensor, inputs are cast before they are gathered
         # (harness/precision/swap.py).
-        self.casts_stream = (
-            job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
-        )
+        self.casts_stream = precision.linear == "float8_tensorwise" and sequence_parallel
 
     def block(self, layer: int) -> BlockPasses:
         job = self.job
+        machine = self.machine
         operations = self.model_costs.block_operations(job.model, layer, job.training.seq_len)
-        passes = self._passes(operations)
+        kernels = self.costs.kernels
+        if operations.expert_width:
+            kernels += self.costs.expert_kernels
+        biased = self._biased_values(operations)
+        element_wise = self._passes(operations, biased) + machine.constants.launch * kernels
         attention = self._attention_seconds(operations)
         context, context_back = context_parallel(
-            job, self.machine, operations.attention, self.rows, attention
+            job, machine, operations.attention, self.rows, attention
         )
         products = sum(self._product(product) for product in operations.products)
-        casts = self._cast(operations, self.casts.forward, of_inputs=True)
-        casts_of_weights = self._cast_weights(operations)
-        others = passes + casts + casts_of_weights
-        computing = products + attention + context.compute + others
-        # The host starts every kernel; the device waits for it if it is faster.
-        host = self.machine.constants.host * (
-            self._kernels(operations) + len(operations.products) + 1
+        narrow = [each for each in operations.products if each.module in self.converted]
+        # FSDP that gathers weights in 8 bits has cast its shard of them before.
+        cast_weights = (
+            0.0 if job.precision.enable_fsdp_float8_all_gather else self._gathered_values(narrow)
         )
-        if self.job.compile.cuda_graphs:
+        casts_of_weights = machine.pass_seconds(cast_weights * self.casts.weight)
+        # Element-wise operations, and casts of the products' operands.
+        others = element_wise + self._cast(narrow, self.casts.forward, of_inputs=True)
+        computing = products + attention + context.compute + others + casts_of_weights
+        # The host starts every kernel; the device waits for it if it is faster.
+        host = machine.constants.host * (kernels + len(operations.products) + 1)
+        if job.compile.cuda_graphs:
             host = 0.0
-        tensor = self._tensor(operations, recompute=False)
-        experts = self._to_experts(operations, counts=True)
+        # Experts that are not split take rows of the split sequence, so of a mixture only shared
+        # experts count.
+        regions = 2 if operations.gate_width or self.layout.splits_experts else 1
+        tensor = self._tensor(self.rows, regions, regions)
+        experts = self._to_experts(operations)
         forward = Pass(max(computing, host), (*tensor, *context.collectives, *experts))
         # FSDP casts a microbatch's gradients to the dtype in which they are reduced (read 2 bytes,
         # write 4). If several passes share one reduction, it adds them to the sum instead (read 2
         # and 4, write 4; FSDPParam's ``accumulate_unsharded_grad_if_needed``).
-        times = 2 if job.parallelism.pp > 1 else 1
+        times = 2 if self.layout.pp > 1 else 1
         per_value = self.value_bytes + times * BYTES[job.precision.reduce_dtype]
-        adding = self.machine.pass_seconds(self._held(operations, lambda product: True) * per_value)
-        weights = (
-            sum(self._product(product, of_weights=True) for product in operations.products) + adding
-        )
+        weights = sum(self._product(product, of_weights=True) for product in operations.products)
+        weights += machine.pass_seconds(self._gathered_values(operations.products) * per_value)
         # Casts of gradients, and of inputs and weights along the other dimension.
-        again = self._cast(operations, self.casts.gradient, of_inputs=False)
-        again += self._cast(operations, self.casts.input_backward, of_inputs=True)
-        again += self._cast_weights(operations, backward=True)
-        biases = 0.0
-        if job.model.moe.expert_bias:
-            values = self._expert_rows(1) * self._biased_width(operations)
-            biases = self.machine.pass_seconds(
-                values * self.costs.bias_gradient * self.value_bytes / 2
-            )
-        inputs = products + again + 2 * passes + 2.5 * attention + biases + context_back.compute
-        back = *tensor, *context_back.collectives, *self._to_experts(operations, counts=False)
+        again = self._cast(narrow, self.casts.gradient, of_inputs=False)
+        again += self._cast(narrow, self.casts.input_backward, of_inputs=True)
+        again += machine.pass_seconds(cast_weights * self.casts.weight_backward)
+        biases = self._moving_seconds(biased * self.costs.bias_gradient)
+        inputs = products + again + 2 * element_wise + 2.5 * attention
+        inputs += biases + context_back.compute
+        # Recomputation ends before the last reduction, because backward needs nothing after it.
+        tensor_again = self._tensor(self.rows, regions, regions - 1)
         return BlockPasses(
             forward=forward,
             recompute=self._recomputed(
-                layer, operations, forward, products + casts_of_weights, passes + casts
+                layer, forward, tensor_again, products + casts_of_weights, others
             ),
-            inputs=Pass(max(inputs, 2 * host - weights), back),
+            inputs=Pass(
+                max(inputs, 2 * host - weights), (*tensor, *context_back.collectives, *experts[1:])
+            ),
             weights=Pass(weights),
         )
 
     def table(self) -> tuple[Pass, Pass]:
         """Forward and backward of the embedding: its collectives; the look-up is negligible."""
         rows = self.rows * (1 + self.job.model.mtp.depth)
-        whole = rows * self.job.model.dim * self.value_bytes
-        return Pass(collectives=self._tensor_of(whole, 0, 1)), Pass(
-            collectives=self._tensor_of(whole, 1, 0)
-        )
+        return Pass(0.0, self._tensor(rows, 0, 1)), Pass(0.0, self._tensor(rows, 1, 0))
 
     def head(self) -> tuple[Pass, Pass]:
         """Forward and backward of the head with the loss."""
         job = self.job
-        layout = self.job.parallelism
-        vocabulary = self.model_costs.outputs(job.model) / (
-            layout.tp if layout.loss_parallel else 1
+        split = self.layout.tp if self.layout.loss_parallel else 1
+        vocabulary = self.model_costs.outputs(job.model) / split
+        dtype, width = self.dtype, self.value_bytes
+        if "output" in self.converted:
+            dtype, width = self.narrow, 1
+        product = self.machine.product_seconds(
+            self.rows, job.model.dim, int(vocabulary), dtype, width
         )
-        times = 1 + job.model.mtp.depth
-        of = (self.narrow, 1) if "output" in self.converted else (self.dtype, self.value_bytes)
-        product = self.machine.product_seconds(self.rows, job.model.dim, int(vocabulary), *of)
         per_logit = COMPILED_LOGIT if job.compile.loss else EAGER_LOGIT
-        loss = self.machine.pass_seconds(self.rows * vocabulary * per_logit * self.value_bytes / 2)
-        whole = self.rows * job.model.dim * self.value_bytes
-        forward = Pass(product + loss / 2, self._tensor_of(whole, 1, 0))
-        backward = Pass(2 * product + loss / 2, self._tensor_of(whole, 0, 1))
+        loss = self._moving_seconds(self.rows * vocabulary * per_logit)
+        forward = Pass(product + loss / 2, self._tensor(self.rows, 1, 0))
+        backward = Pass(2 * product + loss / 2, self._tensor(self.rows, 0, 1))
+        times = 1 + job.model.mtp.depth
         return sum([forward] * times, Pass()), sum([backward] * times, Pass())
 
     # -- computing ----
 
     def _recomputed(
-        self, layer: int, operations: Operations, forward: Pass, products: float, others: float
+        self,
+        layer: int,
+        forward: Pass,
+        tensor: tuple[Collective, ...],
+        products: float,
+        others: float,
     ) -> Pass:
         """What backward of a block recomputes of its forward, by the mode of activation checkpointing."""
         ac = self.job.activation_checkpoint
-        if ac.mode == "none" or (ac.mode == "selective_layer" and layer % ac.every_nth_layer):
+        if not ac.covers(layer):
             return Pass()
         if ac.mode == "memory_budget":
             return Pass(forward.compute * (1 - ac.memory_budget))
-        collectives = self._tensor(operations, recompute=True)
         if ac.mode == "selective_op":
             kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
-            gathers = tuple(each for each in collectives if each.collective == "all_gather")
+            gathers = tuple(each for each in tensor if each.collective == "all_gather")
             return Pass(products * (1 - kept) + others, gathers)
         besides = (each for each in forward.collectives if each.axis != "tp")
-        return Pass(forward.compute, (*collectives, *besides))
+        return Pass(forward.compute, (*tensor, *besides))
 
     def _product(self, product: TensorSpec, *, of_weights: bool = False) -> float:
         """Seconds of one product in forward, which are those of the inputs' gradient, or of the weights'."""
-        job = self.job
-        layout = self.job.parallelism
+        layout = self.layout
+        recipe = self.job.precision.linear
         constants = self.machine.constants
-        float8 = self._is_float8(product) and not (
-            of_weights and self.job.precision.linear == HIGH_PRECISION
-        )
-        dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
-        share = constants.rowwise if float8 and self.job.precision.linear in ROWWISE else 1.0
+        dtype, width, share = self.dtype, self.value_bytes, 1.0
+        if product.module in self.converted and not (of_weights and recipe == HIGH_PRECISION):
+            dtype, width = self.narrow, 1
+            share = constants.rowwise if recipe in ROWWISE else 1.0
         inputs = product.inputs
         outputs = product.outputs
         if product.split is Split.ROW:
             inputs //= tp_of(layout, product)
         else:
             outputs //= tp_of(layout, product)
+        rows = self.rows
         if product.split is Split.ROUTER:
-            dtype = self.router_dtype
-            width = BYTES["float32"]
-        if not product.is_expert:
-            share_of_rows = self.model_costs.row_share(job.model, product, job.training.seq_len)
-            rows = self.stream_rows if product.split is Split.ROUTER else self.rows
+            dtype, width = self.router_dtype, BYTES["float32"]
+            rows = self.stream_rows
+        local = 1
+        if product.is_expert:
+            local = product.experts // layout.ep
+            rows = max(self._expert_rows(product.top_k) // local, 1)
+            share *= constants.grouped
+        else:
+            share_of_rows = self.model_costs.row_share(
+                self.job.model, product, self.job.training.seq_len
+            )
             rows = max(1, round(rows * share_of_rows))
-            return self.machine.product_seconds(rows, inputs, outputs, dtype, width, share=share)
-        local = product.experts // layout.ep
-        rows = max(self._expert_rows(product.top_k) // local, 1)
-        share *= constants.grouped
         return self.machine.product_seconds(
             rows, inputs, outputs, dtype, width, groups=local, share=share
         )
 
-    def _sorted_rows(self, copies: int) -> int:
+    def _sorted_rows(self, copies: int = 1) -> int:
         """Rows that a rank sends to experts; a token has ``copies`` rows."""
-        return copies * (self.rows if self.job.parallelism.splits_experts else self.stream_rows)
+        return copies * (self.rows if self.layout.splits_experts else self.stream_rows)
 
-    def _expert_rows(self, copies: int) -> int:
+    def _expert_rows(self, copies: int = 1) -> int:
         """Rows of the experts of the busiest rank, for which the others wait."""
         return round(self._sorted_rows(copies) * self.busiest)
 
     def _attention_seconds(self, operations: Operations) -> float:
         """Seconds of attention's forward; for a ring without load balance, on its last rank."""
-        layout = self.job.parallelism
+        layout = self.layout
         flops = self.rows * operations.attention.flops / layout.tp
         if self.machine.software.attention in PADDED_KERNELS:
             widths = operations.attention.score_width, operations.attention.value_width
@@ -311,93 +327,78 @@ class Worker:
             flops *= (2 * layout.cp - 1) / layout.cp
         return self.machine.attention_seconds(flops, self.dtype)
 
-    def _biased_width(self, operations: Operations) -> float:
-        """Outputs of a token's experts to which biases are added."""
-        experts = self.job.parallelism.tp if self.job.parallelism.splits_experts else 1
-        return 2 * operations.expert_gate_width / experts + operations.expert_width
+    def _moving_seconds(self, traffic: float) -> float:
+        """Seconds of traffic in bytes per 16-bit value."""
+        return self.machine.pass_seconds(traffic * self.value_bytes / 2)
 
-    def _passes(self, operations: Operations) -> float:
-        layout = self.job.parallelism
+    def _biased_values(self, operations: Operations) -> float:
+        """Outputs of experts to which biases are added."""
+        if not self.job.model.moe.expert_bias:
+            return 0.0
+        width = 2 * operations.expert_gate_width / self.expert_tp + operations.expert_width
+        return self._expert_rows() * width
+
+    def _passes(self, operations: Operations, biased: float) -> float:
+        """Seconds of element-wise operations in forward, without their launches."""
         costs = self.costs
-        exchanged = costs.exchanged if layout.ep > 1 else 0.0
-        experts = layout.tp if layout.splits_experts else 1
-        gate = costs.gate + (
-            costs.clamped if self.job.model.activation == "swiglu_clamped" else 0.0
-        )
+        tp = self.layout.tp
+        gate = costs.gate
+        if self.job.model.activation == "swiglu_clamped":
+            gate += costs.clamped
         traffic = (
             self.stream_rows * operations.norm_width * (costs.norm + costs.residual)
-            + self.rows * operations.rotated_width / layout.tp * costs.rotation
-            + self.rows * operations.gate_width / layout.tp * gate
-            + self._expert_rows(1) * operations.expert_gate_width / experts * gate
-            + self._sorted_rows(1) * operations.expert_width * costs.sort
-            + self._expert_rows(1) * operations.expert_width * exchanged
+            + self.rows * operations.rotated_width / tp * costs.rotation
+            + self.rows * operations.gate_width / tp * gate
+            + self._expert_rows() * operations.expert_gate_width / self.expert_tp * gate
+            + self._sorted_rows() * operations.expert_width * costs.sort
+            + biased * costs.bias
         )
         if operations.expert_width:
             traffic += self.stream_rows * self.job.model.dim * costs.router
-        if self.job.model.moe.expert_bias:
-            traffic += self._expert_rows(1) * self._biased_width(operations) * costs.bias
-        launches = self.machine.constants.launch * self._kernels(operations)
-        return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
+        if self.layout.ep > 1:
+            traffic += self._expert_rows() * operations.expert_width * costs.exchanged
+        return self._moving_seconds(traffic)
 
-    def _kernels(self, operations: Operations) -> int:
-        return self.costs.kernels + (self.costs.expert_kernels if operations.expert_width else 0)
-
-    # -- float8 ----
-
-    def _is_float8(self, product: TensorSpec) -> bool:
-        return product.module in self.converted
-
-    def _cast_weights(self, operations: Operations, *, backward: bool = False) -> float:
-        """Seconds of casting weights; FSDP that gathers them in 8 bits has cast its shard of them before."""
-        if self.job.precision.enable_fsdp_float8_all_gather:
-            return 0.0
-        per_value = self.casts.weight_backward if backward else self.casts.weight
-        return self.machine.pass_seconds(self._held(operations, self._is_float8) * per_value)
-
-    def _cast(self, operations: Operations, per_value: float, *, of_inputs: bool) -> float:
-        """Seconds of casting operands of float8 products. Products with the same input share its cast."""
-        tp = self.job.parallelism.tp
+    def _cast(self, products: list[TensorSpec], per_value: float, *, of_inputs: bool) -> float:
+        """Seconds of casting operands of 8-bit products. Products with the same input share its cast."""
         seen = set()
         values = 0.0
-        for product in operations.products:
-            if not self._is_float8(product):
-                continue
+        for product in products:
             width = product.inputs if of_inputs else product.outputs
-            splits = product.split is (Split.ROW if of_inputs else Split.COLUMN)
-            if product.is_expert:
-                rows = float(self._expert_rows(product.top_k))
-                splits = splits and self.job.parallelism.splits_experts
-            else:
-                early = of_inputs and not splits and self.casts_stream
-                rows = self.stream_rows if early else self.rows
             source = (product.module.rpartition(".")[0], width)
             if of_inputs and source in seen:
                 continue
             seen.add(source)
+            splits = product.split is (Split.ROW if of_inputs else Split.COLUMN)
+            if product.is_expert:
+                rows = self._expert_rows(product.top_k)
+                tp = self.expert_tp
+            else:
+                early = of_inputs and not splits and self.casts_stream
+                rows = self.stream_rows if early else self.rows
+                tp = self.layout.tp
             values += rows * width / (tp if splits else 1)
         return self.machine.pass_seconds(values * per_value)
 
+    def _gathered_values(self, products: Iterable[TensorSpec]) -> float:
+        """Values of these matrices on a rank that has gathered them."""
+        layout = self.layout
+        return sum(
+            product.size / tp_of(layout, product) / (layout.ep if product.is_expert else 1)
+            for product in products
+        )
+
     # -- collectives inside of a block ----
 
-    def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Collective, ...]:
-        """Collectives of tensor parallel: before and after attention, and before and after the feed-forward.
-
-        Experts that are not split take rows of the split sequence, so of a mixture only shared
-        experts count. Recomputation ends before the last reduction, because backward needs nothing
-        after it.
-        """
-        regions = 2 if operations.gate_width or self.job.parallelism.splits_experts else 1
-        whole = self.rows * self.job.model.dim * self.value_bytes
-        return self._tensor_of(whole, regions, regions - 1 if recompute else regions)
-
-    def _tensor_of(self, whole: float, gathers: int, reductions: int) -> tuple[Collective, ...]:
-        job = self.job
-        layout = self.job.parallelism
+    def _tensor(self, rows: int, gathers: int, reductions: int) -> tuple[Collective, ...]:
+        """Collectives of tensor parallel around its regions: attention, and the feed-forward."""
+        layout = self.layout
         if layout.tp == 1:
             return ()
-        group = group_of(job, self.machine.ranks_per_node, "tp")
+        whole = rows * self.job.model.dim * self.value_bytes
+        group = group_of(self.job, self.machine.ranks_per_node, "tp")
         hidden = self.machine.constants.async_tp if layout.async_tp else 0.0
-        kinds = [("all_reduce", whole, reductions)]
+        kinds: list[tuple[str, float, int]] = [("all_reduce", whole, reductions)]
         if layout.uses_sequence_parallel:
             gathered = whole / (self.value_bytes if self.casts_stream else 1)
             kinds = [("all_gather", gathered, gathers), ("reduce_scatter", whole, reductions)]
@@ -410,21 +411,11 @@ class Worker:
             collectives += [one] * count
         return tuple(collectives)
 
-    def _to_experts(self, operations: Operations, *, counts: bool) -> tuple[Collective, ...]:
-        """Rows to the experts and back; in forward their ``counts`` before."""
-        job = self.job
-        if job.parallelism.ep == 1 or not operations.expert_width:
+    def _to_experts(self, operations: Operations) -> tuple[Collective, ...]:
+        """Counts of the rows to the experts, the rows, and the rows back. Backward has the last two."""
+        if self.layout.ep == 1 or not operations.expert_width:
             return ()
-        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
-        sizes = [*([job.model.moe.num_experts * COUNT_BYTES] if counts else []), size, size]
-        group = group_of(job, self.machine.ranks_per_node, "ep")
-        return tuple(Collective.on(self.machine, "ep", "all_to_all", group, each) for each in sizes)
-
-    def _held(self, operations: Operations, counts: Callable[[TensorSpec], bool]) -> float:
-        """Values of a rank's gathered matrices that are counted."""
-        layout = self.job.parallelism
-        return sum(
-            product.size / tp_of(layout, product) / (layout.ep if product.is_expert else 1)
-            for product in operations.products
-            if counts(product)
-        )
+        rows = self._expert_rows() * operations.expert_width * self.value_bytes
+        sizes = [self.job.model.moe.num_experts * COUNT_BYTES, rows, rows]
+        group = group_of(self.job, self.machine.ranks_per_node, "ep")
+        return tuple(Collective.on(self.machine, "ep", "all_to_all", group, size) for size in sizes)

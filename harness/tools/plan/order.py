@@ -273,21 +273,6 @@ def simulate(
     return timed
 
 
-def sends_of_ranks(order: list[list[Action]]) -> list[int]:
-    """Count the activations and gradients that each pipeline rank sends to other ranks.
-
-    Gradients of weights are not sent, and neither are activations between two stages of one rank.
-    """
-    rank_of = _rank_of(order)
-    steps = {"F": 1, "B": -1, "I": -1}
-    sends = [0] * len(order)
-    for rank, actions in enumerate(order):
-        for action in actions:
-            if action.kind in steps:
-                sends[rank] += rank_of.get(action.stage + steps[action.kind], rank) != rank
-    return sends
-
-
 def _rank_of(order: list[list[Action]]) -> dict[int, int]:
     """The pipeline rank of each stage."""
     found: dict[int, int] = {}

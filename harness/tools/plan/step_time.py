@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from harness.tools.plan.collectives import (
     sharing_of_block,
 )
 from harness.tools.plan.machine import Group, Machine, group_of
-from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
+from harness.tools.plan.order import gathering_passes, pipeline_order, simulate
 from harness.tools.plan.parameters import BYTES, held_groups, parameters_of, planned_update
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 
@@ -72,14 +72,14 @@ class StepModel:
         self.layout = job.parallelism
         self.worker = Worker(job, machine)
         self._exchanges = exchanges(job.optimizer, tensors(job.model).values())
-        of = job.activation_checkpoint
-        thinned = of.mode == "selective_layer"
-        kinds = enumerate(block_kinds(job.model))
-        self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
-        self.blocks: list[BlockPasses] = self._of_each_block(self.worker.block)
-        self.sharing: list[Sharing] = self._of_each_block(partial(sharing_of_block, job, machine))
+        known: dict[object, tuple[BlockPasses, Sharing]] = {}
+        self.blocks = []
+        for layer, kind in enumerate(block_kinds(job.model)):
+            key = kind, job.activation_checkpoint.covers(layer)
+            if key not in known:
+                known[key] = self.worker.block(layer), sharing_of_block(job, machine, layer)
+            self.blocks.append(known[key])
         self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
-        self.sends = sends_of_ranks(self.order)
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
         self.gathering: set[Action] = set()
         if frees:
@@ -87,49 +87,39 @@ class StepModel:
         modules = split_modules(self.layout, job.model.n_layers)
         self.stages = [self._stage(names) for names in modules]
 
-    def _of_each_block(self, make: Callable[[int], Made]) -> list[Made]:
-        made: dict[object, Made] = {}
-        for layer, key in enumerate(self.keys):
-            if key not in made:
-                made[key] = make(layer)
-        return [made[key] for key in self.keys]
-
     def _stage(self, names: list[str]) -> StageTimes:
         model = self.job.model
         layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
         if "output" in names:
             layers += range(model.n_layers, model.num_blocks)  # multi-token prediction's
-        blocks = [self.blocks[i] for i in layers]
-        sharing = [self.sharing[i] for i in layers]
-        forward = [block.forward for block in blocks]
-        inputs = [block.recompute + block.inputs for block in blocks]
-        weights = [block.weights for block in blocks]
-        tables = {"tok_embeddings": self.worker.table, "output": self.worker.head}
-        for name, table in tables.items():
-            if name in names:
-                there, back = table()
-                forward.append(there)
-                inputs.append(back)
+        blocks = [self.blocks[layer][0] for layer in layers]
+        sharing = [self.blocks[layer][1] for layer in layers]
         ends = held_groups(self.job, (name for name in names if not name.startswith("layers.")))
         sharing += [sharing_of(self.job, self.machine, [group]) for group in ends.values()]
-        always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
-        forward.append(always[0])
-        inputs.append(always[1])
-        passes = {"F": sum(forward, Pass()), "I": sum(inputs, Pass()), "W": sum(weights, Pass())}
-        passes["B"] = passes["I"] + passes["W"]
-        if self.job.compile.blocks and "tok_embeddings" not in names:
-            # Either half of a split backward pass calls all of a compiled block's backward;
-            # autograd has no half for inputs of the first stage.
-            passes["I"] += passes["W"]
-            passes["W"] += sum((block.recompute + block.inputs for block in blocks), Pass())
+        forward = sum((block.forward for block in blocks), Pass())
+        inputs = sum((block.recompute + block.inputs for block in blocks), Pass())
+        weights = sum((block.weights for block in blocks), Pass())
+        # Either half of a split backward pass calls all of a compiled block's backward; autograd
+        # has no half for inputs of the first stage.
+        repeats = self.job.compile.blocks and "tok_embeddings" not in names
+        halves = (inputs + weights, weights + inputs) if repeats else (inputs, weights)
+        around, gathers, once = self._around(blocks, sharing, has_head="output" in names)
+        back = around["B"]
+        forward += around["F"]
+        for name, table in (("tok_embeddings", self.worker.table), ("output", self.worker.head)):
+            if name in names:
+                there, gradient = table()
+                forward += there
+                back += gradient
+        passes = {"F": forward, "B": inputs + weights + back, "I": halves[0] + back, "W": halves[1]}
         return StageTimes(passes, gathers, once)
 
     # -- FSDP ----
 
     def _around(
         self, blocks: list[BlockPasses], sharing: list[Sharing], *, has_head: bool
-    ) -> tuple[tuple[Pass, Pass], dict[str, Pass], Pass]:
-        """What FSDP adds to forward and backward, to passes that find freed parameters, and once a step.
+    ) -> tuple[dict[str, Pass], dict[str, Pass], Pass]:
+        """What FSDP adds to every pass, to passes that find freed parameters, and once a step.
 
         A block's parameters are gathered while the block before computes, its gradients reduced
         while the next one does (FSDP2's implicit prefetch): what takes longer than that is waited
@@ -138,26 +128,23 @@ class StepModel:
         ``sharing``.
         """
         layout = self.layout
-        groups = len(sharing)
         again = layout.reshards_after_forward
-        freed = groups - (has_head and not layout.frees("head"))
+        groups = len(sharing)
+        freed = groups - (has_head and not layout.frees("head")) if again else 0
         there = [block.forward.seconds for block in blocks]
         back = [block.recompute.seconds + block.inputs.seconds for block in blocks]
         whole = [inputs + block.weights.seconds for inputs, block in zip(back, blocks, strict=True)]
         forward = self._behind(there, sharing, gathers=groups)
-        backward = self._behind(whole, sharing, gathers=freed if again else 0, reduces=True)
-        if self.layout.pp == 1:
-            return (forward, backward), {}, Pass()
+        backward = self._behind(whole, sharing, gathers=freed, reduces=True)
+        nothing = {"F": Pass(), "B": Pass()}
+        if layout.pp == 1:
+            return {"F": forward, "B": backward}, {}, Pass()
         if not again:
-            return (Pass(), Pass()), {}, forward + backward
-        in_backward = self._behind(back, sharing, gathers=groups)
+            return nothing, {}, forward + backward
         before = self._behind([], sharing, gathers=groups)
-        reduction = self._behind([], sharing, gathers=0, reduces=True)
-        return (
-            (Pass(), Pass()),
-            {"F": forward, "B": in_backward, "I": before, "W": before},
-            reduction,
-        )
+        in_backward = self._behind(back, sharing, gathers=groups)
+        gathers = {"F": forward, "B": in_backward, "I": before, "W": before}
+        return nothing, gathers, self._behind([], sharing, gathers=0, reduces=True)
 
     def _behind(
         self,
@@ -168,19 +155,20 @@ class StepModel:
         reduces: bool = False,
     ) -> Pass:
         """Collectives of one pass that gathers the first of ``sharing``, behind the blocks' computing."""
-        collectives = list[Collective]()
-        copying = 0.0
-        for i, shared in enumerate(sharing):
-            mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
-            taken = sum(m.seconds for m in mine)
-            # The first one, and tables, have nothing beside them.
-            room = computing[i - 1] if 0 < i <= len(computing) else 0.0
+        total = Pass()
+        # The first one, and tables, have nothing beside them.
+        rooms = [0.0, *computing, *([0.0] * len(sharing))]
+        for i, (room, shared) in enumerate(zip(rooms, sharing, strict=False)):
+            mine = shared.reduce if reduces else ()
+            if i < gathers:
+                mine = (*shared.gather, *mine)
+                total += Pass(shared.copying)
+            taken = sum(each.seconds for each in mine)
             hidden = min(taken, room)
             exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
-            collectives += [replace(m, exposed=m.seconds * exposed) for m in mine]
-            if i < gathers:
-                copying += shared.copying
-        return Pass(copying, tuple(collectives))
+            exposing = (replace(each, exposed=each.seconds * exposed) for each in mine)
+            total += Pass(0.0, tuple(exposing))
+        return total
 
     # -- a step ----
 
@@ -233,8 +221,8 @@ class StepModel:
         return action.stage, action.kind, bool(self.gathering) and action in self.gathering
 
     def _pass(self, stage: int, kind: str, gathers: bool) -> Pass:
-        of = self.stages[stage]
-        return of.passes[kind] + of.gathers[kind] if gathers else of.passes[kind]
+        times = self.stages[stage]
+        return times.passes[kind] + times.gathers[kind] if gathers else times.passes[kind]
 
     @property
     def _send(self) -> Collective:
@@ -244,11 +232,12 @@ class StepModel:
 
     def speed(self) -> tuple[Speed, list[Traffic]]:
         """The step's time and its parts, and the traffic of the slowest rank."""
+        job = self.job
         timeline = self.timeline()
         makespan = max(actions[-1].end for actions in timeline)
         ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
         slowest = max(ranks, key=lambda rank: sum(rank[0].values()) - rank[0]["bubble"])
-        (parts, collectives), job = slowest, self.job
+        parts, collectives = slowest
         step = sum(parts.values())
         rate = job.global_batch_size * job.training.seq_len / step / job.world_size
         peak = self.machine.device.peak_flops.get(job.precision.param_dtype)
@@ -257,18 +246,17 @@ class StepModel:
         return speed, self._traffic(collectives)
 
     def traffic(self, rank: int) -> list[Traffic]:
+        """The traffic of one pipeline rank."""
         return self._traffic(self._rank(rank, 0.0)[1])
 
     def _rank(
         self, rank: int, makespan: float
     ) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
         """Parts of the step time of one pipeline rank, and its collectives with their counts."""
-        stages = [
-            self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)
-        ]
-        parts = dict.fromkeys(PARTS, 0.0)
+        own = stages_of_rank(self.layout, self.job.model.n_layers, rank)
         passes = self.job.accumulation_steps
-        collectives: list[tuple[Collective, int]] = []
+        parts = dict.fromkeys(PARTS, 0.0)
+        collectives = list[tuple[Collective, int]]()
 
         def add(one: Pass, times: int) -> None:
             parts["compute"] += one.compute * times
@@ -278,33 +266,41 @@ class StepModel:
 
         for which, count in Counter(map(self._which, self.order[rank])).items():
             add(self._pass(*which), count * passes)
-        busy = sum(parts.values())
-        parts["bubble"] = makespan * passes - busy
-        for stage in stages:
-            add(stage.once, passes)
+        parts["bubble"] = makespan * passes - sum(parts.values())
+        for stage in own:
+            add(self.stages[stage].once, passes)
         orthogonalization = self._orthogonalization(rank)
         parts["optimizer"] = self._update_seconds(rank) + orthogonalization.seconds
         collectives += [(item, 1) for item in orthogonalization.collectives]
-        if self.layout.pp > 1:
-            collectives.append((self._send, self.sends[rank] * passes))
+        # Activations to the next stage and gradients to the previous one, unless it is on this rank.
+        neighbours = [each for stage in own for each in (stage - 1, stage + 1) if each not in own]
+        sends = sum(each in range(len(self.stages)) for each in neighbours)
+        if sends:
+            collectives.append((self._send, sends * self.job.microbatches * passes))
         return parts, collectives
 
     def _traffic(self, collectives: list[tuple[Collective, int]]) -> list[Traffic]:
-        """Add up equal collectives of the same axis and group."""
-        equal: dict[tuple[str, str, Group], list[tuple[Collective, int]]] = defaultdict(list)
+        """Add up collectives of the same axis, kind and group."""
+        alike: dict[tuple[str, str, Group], list[tuple[Collective, int]]] = defaultdict(list)
         for item, times in collectives:
-            equal[item.axis, item.collective, item.group].append((item, times))
+            alike[item.axis, item.collective, item.group].append((item, times))
         traffic = []
-        for (axis, collective, group), own in equal.items():
-            ranks = group.ranks
-            count = sum(n for _, n in own)
-            link = self.machine.link_of(group)
+        for (axis, collective, group), own in alike.items():
             # Bytes that a rank sends, as a multiple of the full tensor.
-            sent = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(
-                collective, (ranks - 1) / ranks
+            sent = (group.ranks - 1) / group.ranks
+            if collective == "send":
+                sent = 1.0
+            elif collective == "all_reduce":
+                sent *= 2
+            total = Traffic(
+                axis,
+                collective,
+                group.ranks,
+                count=sum(times for _, times in own),
+                bytes=sum(item.bytes * times for item, times in own) * sent,
+                link=self.machine.link_of(group),
+                seconds=sum(item.seconds * times for item, times in own),
+                exposed_seconds=sum(item.exposed * times for item, times in own),
             )
-            size = sum(each.bytes * n for each, n in own) * sent
-            time = sum(each.seconds * n for each, n in own)
-            exposed = sum(each.exposed * n for each, n in own)
-            traffic.append(Traffic(axis, collective, ranks, count, size, link, time, exposed))
+            traffic.append(total)
         return sorted(traffic, key=lambda each: (PARTS.index(each.axis), each.collective))

@@ -303,8 +303,7 @@ def _is_around(job: Job, layer: int) -> bool:
 def _recomputed(job: Job, layer: int, *, whole: bool) -> set[str]:
     """Names of the matrices of a block whose products backward computes again; ``whole``: to its end."""
     recomputation = job.activation_checkpoint
-    thinned = recomputation.mode == "selective_layer" and layer % recomputation.every_nth_layer > 0
-    if thinned or recomputation.mode in ("none", "memory_budget"):
+    if recomputation.mode == "memory_budget" or not recomputation.covers(layer):
         return set()
     names = [tensor.name for tensor in block_tensors(job.model, layer) if tensor.is_matrix]
     if recomputation.mode == "selective_op" and recomputation.save_every_nth_matmul:
