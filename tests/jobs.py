@@ -82,7 +82,7 @@ def train_engine(job: Job, steps: int) -> Trained:
     """Train on this rank without a run folder, and gather weights and optimizer state."""
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
-    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    loader = batches_of(job, engine.rows)
     losses, norms = [], []
     for _ in range(steps):
         outcome = engine.gradients(loader.next())
@@ -95,6 +95,18 @@ def train_engine(job: Job, steps: int) -> Trained:
         for name, parameter in engine.named_parameters()
     }
     return Trained(losses, norms, weights, state)
+
+
+def batches_of(job: Job, rows: range, split: str = "train") -> Any:
+    """The loader of a job for some rows of the global batch."""
+    return loader_of(job, build_tokenizer(job.tokenizer), rows, split)
+
+
+def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
+    """Random bytes, and as labels those that follow."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 256, (rows, length + 1), generator=generator)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -42,6 +42,14 @@ def until(
     return found
 
 
+def is_alive(process: int | str) -> bool:
+    """Whether a process runs, and does not only wait for its parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def workers_of_this_process() -> list[int]:
     """Process ids of its ``Worker``s, which tokenize or read ahead."""
     found = []

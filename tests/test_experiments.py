@@ -243,9 +243,9 @@ def test_bare_loop_is_our_model_of_that_shape(monkeypatch):
 
 def test_allocations_are_counted_exactly():
     mib = 2**20
-    kept: list[torch.Tensor] = []
+    kept = []
 
-    def work() -> None:
+    def work():
         a = torch.empty(mib)  # 4 MiB of float32
         b = a + 1  # 8
         del a
@@ -261,10 +261,10 @@ def test_saved_activations_are_counted():
     """sin keeps its input for backward: three of them three tensors, made again by a checkpoint none."""
     x = torch.randn(2**18, requires_grad=True)
 
-    def three(x: torch.Tensor) -> torch.Tensor:
+    def three(x):
         return x.sin().sin().sin()
 
-    held: list[torch.Tensor] = []
+    held = []
     _, saved = measure.measured(lambda: held.append(three(x)))
     _, recomputed = measure.measured(
         lambda: held.append(torch.utils.checkpoint.checkpoint(three, x, use_reentrant=False))

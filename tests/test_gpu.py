@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import random_batch
 
 from harness.compose.composer import compose_job
 from harness.config.metrics import ProfilingConfig
@@ -43,8 +44,7 @@ def three_steps(
     with process_group(job, torch.device(device)):
         engine = build_engine(job, torch.device(device))
         for step in range(steps):
-            tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(step))
-            batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            batch = random_batch(4, 64, step)
             if steps > 3:
                 engine.evaluate(batch)  # between captured steps, and before one is captured
             outcome = engine.gradients(batch)
@@ -155,10 +155,7 @@ class Tokens(Loader):
         self.sources = torch.tensor([0, 1, 1, 0]) if has_sources else None
 
     def next(self) -> Batch:
-        tokens = torch.randint(0, 256, (4, 65))
-        return Batch(
-            tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), sources_B=self.sources
-        )
+        return random_batch(4, 64)._replace(sources_B=self.sources)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -174,7 +171,7 @@ class Tokens(Loader):
 def test_memory_snapshots_are_written(tmp_path):
     """With a trace, and when memory is out."""
     config = ProfilingConfig(enable=True, interval=1, warmup=0, active=1, memory_snapshot=True)
-    run: Any = SimpleNamespace(
+    run = SimpleNamespace(
         job=SimpleNamespace(profiling=config),
         folder=tmp_path,
         engine=SimpleNamespace(device=torch.device("cuda"), world_max=list),

@@ -70,7 +70,7 @@ nn.Module.__call__ = lambda self, *a, **k: (
 def test_the_way_to_the_first_forward_pass_is_short(tmp_path):
     """Modules before the first rank starts; frames from the command to it, and from there to the model."""
 
-    def seen(replace: str, *overrides: str) -> dict[str, list[str]]:
+    def seen(replace, *overrides):
         typed = [*TINY, f"runs_dir={tmp_path}", *overrides]
         lines = python("-c", STOP_AT.format(replace=replace), *typed).stdout.splitlines()
         return {

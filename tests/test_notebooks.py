@@ -34,7 +34,7 @@ def texts(cell: Any) -> list[Any]:
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    notebook: Any = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     stored = [texts(cell) for cell in cells]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 from local_runs import Run, start
@@ -14,9 +13,9 @@ from harness.run.folder import RunFolder
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Copy a finished run into a folder; runs of the same overrides are made once."""
-    made: dict[tuple[str, ...], tuple[Path, Path]] = {}
+    made = {}
 
-    def copy(tmp_path: Path, *overrides: str) -> Run:
+    def copy(tmp_path, *overrides):
         if overrides not in made:
             runs_dir = tmp_path_factory.mktemp("finished")
             made[overrides] = runs_dir, start(runs_dir, *overrides).path

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import xxhash
+import yaml
 from jobs import tiny
 
 from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint, encode_manifest
@@ -105,42 +106,20 @@ class Damaged(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-WINDOW = (
-    "tokens_per_second",
-    "tokens_per_second_median",
-    "step_seconds_median",
-    "step_seconds_spread",
-)
-RESULT = (
-    {"id": JOB.id, "numerics_id": JOB.numerics_id, "name": JOB.name, "world_size": 1, "step": 4}
-    | {
-        "exit_reason": "completed",
-        "exit_code": 0,
-        "start_step": 0,
-        "tokens": 64,
-        "loss": 2.5,
-        "mfu": 0.1,
-    }
-    | {"memory_gib": 1.0, "flops_per_token_full": 9, "peak_flops": 1e12}
-    | {f"window.{name}": 0.5 for name in WINDOW}
-    | {"error.kind": "bug", "error.message": "text", "error.rank": 0}
-)
-STATUS = {"state": "failed", "host": "h", "pid": 7, "pid_started": 8, "time": 1.5, "exit_code": 1}
-ERROR = {
-    "time": 1.5,
-    "rank": 0,
-    "step": 1,
-    "host": "h",
-    "kind": "bug",
-    "type": "E",
-    "message": "m",
-} | {
-    "where": None,
-    "exit_code": 1,
-    "traceback": "t",
-}
-CODE = {"commit": "c", "dirty": False, "versions": {"torch": "2"}}
-RECORD = {"name": "n", "index": 0, "job_id": "7", "restarts": 0, "cancelled": False}
+CONTENTS = yaml.safe_load("""
+result:
+    {world_size: 1, step: 4, exit_reason: completed, exit_code: 0, start_step: 0, tokens: 64, loss: 2.5,
+    mfu: 0.1, memory_gib: 1.0, flops_per_token_full: 9, peak_flops: 1.0e+12, window.tokens_per_second: 0.5,
+    window.tokens_per_second_median: 0.5, window.step_seconds_median: 0.5, window.step_seconds_spread: 0.5,
+    error.kind: bug, error.message: text, error.rank: 0}
+status: {state: failed, host: h, pid: 7, pid_started: 8, time: 1.5, exit_code: 1}
+error:
+    {time: 1.5, rank: 0, step: 1, host: h, kind: bug, type: E, message: m, where: null, exit_code: 1,
+    traceback: t}
+code: {commit: c, dirty: false, versions: {torch: '2'}}
+record: {name: n, index: 0, job_id: '7', restarts: 0, cancelled: false}
+""")
+NAMES = {"id": JOB.id, "numerics_id": JOB.numerics_id, "name": JOB.name}
 PARTS = ("model", "training", "cluster", "profiling", "name")  # one for each type of field
 MANIFEST = "checkpoints/step-3/manifest.json"
 FILES = {
@@ -168,11 +147,11 @@ FILES = {
         2,
         ("training.steps text",),
     ),
-    JOB_RECORD: Damaged(RECORD, SlurmJobRecord.read, 2, ("name removed",)),
-    "result.json": Damaged(RESULT, look),
-    "status.json": Damaged(STATUS, look),
-    "errors/rank0.json": Damaged(ERROR, look),
-    "code.json": Damaged(CODE, look),
+    JOB_RECORD: Damaged(CONTENTS["record"], SlurmJobRecord.read, 2, ("name removed",)),
+    "result.json": Damaged(NAMES | CONTENTS["result"], look),
+    "status.json": Damaged(CONTENTS["status"], look),
+    "errors/rank0.json": Damaged(CONTENTS["error"], look),
+    "code.json": Damaged(CONTENTS["code"], look),
 }
 
 

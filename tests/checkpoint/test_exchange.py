@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import batches_of
 from quantized_files import quantize_fp8, rewrite, stored_in
 from resumable_runs import SMALL, Outcome, train
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,6 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankFailed, RankPool
-from harness.train.objective import loader_of
 from harness.weights.config_json import hf_config
 
 VOCAB = 261  # no degree divides it
@@ -62,7 +62,7 @@ def biases_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def loss_of(model: torch.nn.Module, job: Job) -> float:
     """transformers' loss of the run's first batch."""
-    loader = loader_of(job, build_tokenizer(job.tokenizer), range(job.global_batch_size))
+    loader = batches_of(job, range(job.global_batch_size))
     batch = loader.next()
     with torch.no_grad():
         logits = model(batch.inputs_BT).logits.float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +65,7 @@ def test_a_checkpoint_that_is_chosen_from_a_running_run(tmp_path, finished, monk
     lock = detect.reading
     shutil.copytree(run.step(8), tmp_path / "newer")
 
-    def remove_then_lock(path: str) -> AbstractContextManager[None]:
+    def remove_then_lock(path):
         monkeypatch.setattr(detect, "reading", lock)
         remove(path)
         return lock(path)
@@ -158,7 +157,7 @@ def test_failed_saves_by_policy(tmp_path, finished, monkeypatch):
     class Full(save.Writer):
         steps: tuple[int, ...] = (4,)
 
-        def finish(self, metadata: Any, results: Any) -> None:
+        def finish(self, metadata, results):
             if self.manifest["step"] in self.steps:
                 raise OSError(28, "No space left on device")
             super().finish(metadata, results)
@@ -395,7 +394,7 @@ def test_numerics_of_an_older_version_are_refused_too():
     job = jobs.tiny()
     plain = job.to_dict()
     plain["optimizer"] |= {"decay_vectors": False, "newton_schulz_steps": 3}
-    checkpoint: Any = SimpleNamespace(job=plain, manifest={}, path="step-8")
+    checkpoint = SimpleNamespace(job=plain, manifest={}, path="step-8")
     assert differing(job, checkpoint) == ["optimizer.newton_schulz_steps"]
     with one_line(ConfigError, "newton_schulz_steps=3 there and none here"):
         refuse_other_numerics(job, checkpoint)

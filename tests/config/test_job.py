@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import pytest
+from cases import rows
 from one_line import one_line
 
 from harness.compose.composer import compose_job
@@ -230,18 +231,18 @@ def test_damaged_json_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("layout", "ranks", "gpus", "dp_shard"),
-    [
-        ({}, None, 0, 2),
-        ({"tp": 2}, None, 0, 2),
-        ({}, None, 8, 8),
-        ({"tp": 2, "pp": 2}, None, 8, 2),
-        ({"dp_replicate": 2}, None, 8, 4),
-        ({"ranks_per_node": 4}, None, 8, 4),
-        ({"ranks_per_node": 8, "tp": 4}, None, 0, 2),
-        ({}, 6, 8, 6),
-        ({"ranks_per_node": 4}, 16, 8, 16),
-        ({"tp": 2}, 2, 0, 1),
-    ],
+    rows("""
+        {}                          null  0  2
+        {tp: 2}                     null  0  2
+        {}                          null  8  8
+        {tp: 2, pp: 2}              null  8  2
+        {dp_replicate: 2}           null  8  4
+        {ranks_per_node: 4}         null  8  4
+        {ranks_per_node: 8, tp: 4}  null  0  2
+        {}                          6     8  6
+        {ranks_per_node: 4}         16    8  16
+        {tp: 2}                     2     0  1
+    """),
 )
 def test_the_rest_of_the_world(layout, ranks, gpus, dp_shard):
     before = unresolved(dp_shard=-1, **layout)
@@ -285,14 +286,14 @@ def test_under_torchrun_the_world_is_given(monkeypatch):
 
 @pytest.mark.parametrize(
     ("total", "local", "replicas", "expected"),
-    [
-        (None, None, 1, (8, 8, 1)),
-        (None, None, 4, (32, 8, 1)),
-        (None, 2, 4, (8, 2, 1)),
-        (16, None, 4, (16, 4, 1)),
-        (16, 2, 4, (16, 2, 2)),
-        (16, 16, 1, (16, 16, 1)),
-    ],
+    rows("""
+        null  null  1  [8, 8, 1]
+        null  null  4  [32, 8, 1]
+        null  2     4  [8, 2, 1]
+        16    null  4  [16, 4, 1]
+        16    2     4  [16, 2, 2]
+        16    16    1  [16, 16, 1]
+    """),
 )
 def test_batch(total, local, replicas, expected):
     """Data-parallel ranks share it, others do not."""
@@ -300,8 +301,8 @@ def test_batch(total, local, replicas, expected):
         made = resolve(
             unresolved(global_batch_size=total, local_batch_size=local, **layout), gpus=0
         )
-        assert (made.global_batch_size, made.local_batch_size, made.accumulation_steps) == expected
-        assert (made.training.global_batch_size, made.training.local_batch_size) == expected[:2]
+        assert [made.global_batch_size, made.local_batch_size, made.accumulation_steps] == expected
+        assert [made.training.global_batch_size, made.training.local_batch_size] == expected[:2]
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_the_repository_has_the_template(folder, tmp_path):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
 
-    def store(name: str, content: Any) -> None:
+    def store(name, content):
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
 
     store("chat_template.json", {"chat_template": "1"})

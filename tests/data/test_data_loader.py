@@ -38,7 +38,7 @@ from processes import until
 from harness.compose.composer import compose_job, compose_points
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.batch import IGNORE_INDEX, Batch, DeviceBatch, count_valid
+from harness.data.batch import IGNORE_INDEX, DeviceBatch, count_valid
 from harness.data.loader import Loader, merge_states
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizing import is_held_out
@@ -251,7 +251,7 @@ def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches(
     inner, read = prefetched()
     own = inner.next
 
-    def breaks() -> Batch:
+    def breaks():
         if inner.state_dict()["step"] == 3:
             raise DataError("there is no batch 3")
         return own()

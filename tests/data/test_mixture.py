@@ -220,7 +220,7 @@ def test_counts_are_as_close_to_the_shares_as_the_rule_promises(rule):
     order = SourceOrder([(first, shares(weights)) for first, weights in rule], block=block, seed=3)
     bound = 1 - Fraction(1, 2 * len(names) - 2) if len(names) > 1 else 0
     targets, counts = dict.fromkeys(names, Fraction(0)), dict.fromkeys(names, 0)
-    current: dict[str, Fraction] = {}
+    current = {}
     for number in range(5_000):
         current = next((shares(weights) for first, weights in rule if first == number), current)
         source, own = order.which(number)

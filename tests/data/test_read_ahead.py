@@ -15,7 +15,7 @@ import torch
 from equal import assert_equal
 from loaders import loader, write_jsonl
 from one_line import one_line
-from processes import PATIENCE, until, workers_of_this_process
+from processes import PATIENCE, is_alive, until, workers_of_this_process
 
 from harness.config.data import DataConfig
 from harness.data.loader import Loader
@@ -125,10 +125,3 @@ def test_they_end_with_the_rank():
     until(
         lambda: not any(is_alive(process) for process in processes), what="the end of the processes"
     )
-
-
-def is_alive(process: str) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

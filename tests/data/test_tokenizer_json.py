@@ -143,7 +143,7 @@ def test_a_panic_of_the_library_is_one_line(file):
     file.write_text(json.dumps(content))
     ours, text = build_tokenizer(huggingface(file, bos="", eos="")), "h" * 60 + "x"
     assert ours.encode("hhh")
-    calls: list[Any] = [ours.encode, ours.encode_prompt]
+    calls = [ours.encode, ours.encode_prompt]
     calls += [lambda text: ours.encode_batch([text]), lambda text: ours.encode_marked([text])]
     for call in calls:
         with one_line(DataError, r"tokenizer\.json: .*cannot encode a text: .*Regex"):

@@ -8,7 +8,6 @@ import pickle
 import random
 import re
 import unicodedata
-from typing import Any
 
 import datasets
 import pytest
@@ -384,7 +383,7 @@ def test_a_bad_file_is_one_line(kinds, content, says, tmp_path):
         file = tmp_path / kind
         if content is not None:
             file.write_bytes(content)
-        fields: dict[str, Any] = {"bos": "", "eos": ""} if kind == "huggingface" else {}
+        fields = {"bos": "", "eos": ""} if kind == "huggingface" else {}
         config = TokenizerConfig(kind, str(file), "llama3" if kind == "tiktoken" else "", **fields)
         for use in (build_tokenizer, lambda config: export_tokenizer(config, tmp_path / "out")):
             with one_line(DataError, f"^tokenizer file {file}.*{says}"):

@@ -171,7 +171,7 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(monkey
     documents = write_corpus()
     monkeypatch.setattr(cache, "UNIT_MIB", 500 / 2**20)
 
-    def kill_first(*_: object) -> None:
+    def kill_first(*_):
         os.kill(workers_of_this_process()[0], signal.SIGKILL)
 
     message = r"a process that tokenized .* was killed by SIGKILL, from outside"
@@ -185,7 +185,7 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(monkey
 def test_units_do_not_depend_on_files_that_they_do_not_contain():
     write_corpus()
 
-    def keys(*paths: str) -> set[str]:
+    def keys(*paths):
         source = LocalFiles(DataConfig(paths=list(paths)), "train")
         return {unit.key for unit in units_of(source, build_tokenizer(PLAIN), 500)}
 

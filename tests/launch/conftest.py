@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import Launch
@@ -13,9 +11,9 @@ from launching import Launch
 @pytest.fixture
 def launch(tmp_path):
     """Starts jobs in the test's own folder, and kills them when the test ends."""
-    started: list[Launch] = []
+    started = []
 
-    def start(*overrides: str, **options: Any) -> Launch:
+    def start(*overrides, **options):
         started.append(Launch(tmp_path, *overrides, **options))
         return started[-1]
 
@@ -29,7 +27,7 @@ def put(tmp_path, monkeypatch):
     """Puts shell scripts first in PATH; returns their folder."""
     folder = tmp_path / "bin"
 
-    def put(**scripts: str) -> Path:
+    def put(**scripts):
         folder.mkdir(exist_ok=True)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         for name, text in scripts.items():

@@ -186,7 +186,7 @@ def test_srun_is_started_again_while_the_controller_is_away(
 
 
 def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(monkeypatch):
-    sent: list[tuple[int, int]] = []
+    sent = []
     monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
     received = Received()
     received._handle(signal.SIGTERM, None)
@@ -205,7 +205,7 @@ def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(monkeypatch):
 def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
     refused, state, ends, job, tmp_path, monkeypatch
 ):
-    def requeue_without(*_: object) -> None:
+    def requeue_without(*_):
         if refused:
             raise SlurmError("scontrol requeue 7: Access/permission denied")
 
@@ -218,7 +218,7 @@ def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
 
 @pytest.mark.parametrize("excludes", [True, False])
 def test_nodes_of_slow_ranks_are_left_out(tmp_path, monkeypatch, job, excludes):
-    asked: list[tuple[str, list[str]]] = []
+    asked = []
     monkeypatch.setattr(
         attempt.queue, "requeue", lambda job_id, nodes: asked.append((job_id, nodes))
     )

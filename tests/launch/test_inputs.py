@@ -110,7 +110,7 @@ def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path)
     open_train(compose_job(typed))
     require_tokenized(job)  # the cache exists
     # A source is searched once for all points of a sweep.
-    passed: set[str] = set()
+    passed = set()
     with mock.patch.object(documents, "find_files", wraps=documents.find_files) as found:
         for more in ("training.seed=1", "training.seed=2", "data.validation_fraction=0.5"):
             require_tokenized(compose_job([*typed, more]), passed)

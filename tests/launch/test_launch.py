@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jobs import tiny
@@ -71,7 +70,7 @@ def starter(request):
 def start(launch, starter):
     """Starts two ranks by the harness or by torchrun."""
 
-    def run(*overrides: str, **options: Any) -> Launch:
+    def run(*overrides, **options):
         module = TORCHRUN if starter == "torchrun" else ("harness.train",)
         return launch(*TWO_RANKS, *overrides, module=module, **options)
 

@@ -7,12 +7,11 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import until
+from processes import is_alive, until
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
@@ -95,13 +94,6 @@ def test_a_killed_owner_leaves_no_ranks():
     owner.kill()
     owner.join()
     until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_an_error_of_the_user_on_one_rank_ends_all():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import rows
 from one_line import one_line
 
 from harness.compose.composer import compose_job
@@ -152,28 +153,25 @@ def test_points_of_one_shape_are_one_array_and_a_percent_sign_in_a_path_is_no_fi
 
 
 @pytest.mark.parametrize(
-    ("overrides", "shape"),
-    [
-        ("cluster=slurm", (1, 1)),
-        ("cluster=slurm parallelism.dp_shard=-1", (1, 8)),
-        ("cluster=slurm parallelism.dp_shard=4", (1, 4)),
-        ("cluster=slurm parallelism.dp_shard=16", (2, 8)),
-        ("cluster=slurm parallelism.dp_shard=-1 cluster.nodes=4", (4, 8)),
-        ("cluster=slurm parallelism.dp_shard=-1 cluster.ranks=16 cluster.ranks_per_node=4", (4, 4)),
-        ("cluster=slurm parallelism.dp_shard=-1 cluster.ranks=8 cluster.nodes=2", (2, 4)),
-        ("cluster=slurm_cpu parallelism.dp_shard=4 parallelism.tp=2", (4, 2)),
-    ],
+    ("overrides", "nodes", "ranks"),
+    rows("""
+        cluster=slurm                                                                             1  1
+        cluster=slurm parallelism.dp_shard=-1                                                     1  8
+        cluster=slurm parallelism.dp_shard=4                                                      1  4
+        cluster=slurm parallelism.dp_shard=16                                                     2  8
+        cluster=slurm parallelism.dp_shard=-1 cluster.nodes=4                                     4  8
+        cluster=slurm parallelism.dp_shard=-1 cluster.ranks=16 cluster.ranks_per_node=4           4  4
+        cluster=slurm parallelism.dp_shard=-1 cluster.ranks=8 cluster.nodes=2                     2  4
+        cluster=slurm_cpu parallelism.dp_shard=4 parallelism.tp=2                                 4  2
+    """),
 )
-def test_nodes_follow_from_the_layout(overrides, shape):
+def test_nodes_follow_from_the_layout(overrides, nodes, ranks):
     made = job(*overrides.split())
     asked = shape_of(made)
     options = dict(asked.options)
-    assert (
-        (asked.nodes, asked.ranks_per_node)
-        == (options["nodes"], options["ntasks-per-node"])
-        == shape
-    )
-    assert options.get("gpus-per-node") == (None if made.cluster.device == "cpu" else str(shape[1]))
+    assert asked.nodes == options["nodes"] == nodes
+    assert asked.ranks_per_node == options["ntasks-per-node"] == ranks
+    assert options.get("gpus-per-node") == (None if made.cluster.device == "cpu" else str(ranks))
 
 
 def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by_gres(tmp_path):
@@ -312,7 +310,7 @@ def test_a_requeue_that_ends_scontrol_excludes_nodes(state, monkeypatch):
     """SLURM signals all processes of a job that it requeues, also the scontrol that asked for it."""
     typed = []
 
-    def run(*command: str) -> str:
+    def run(*command):
         typed.append(command)
         if command[1] == "requeue":
             raise SlurmError("scontrol requeue 7: exit code -15")
@@ -330,7 +328,7 @@ def test_a_requeue_that_ends_scontrol_excludes_nodes(state, monkeypatch):
 
 
 def test_a_scheduler_without_answer_has_not_forgotten(put, monkeypatch):
-    def say(words: str, where: str = ">&2") -> None:
+    def say(words, where=">&2"):
         line = f"echo '{words}' {where}; exit 1"
         put(scontrol=line, squeue=line, sacct=line)
 
@@ -381,7 +379,7 @@ def test_errors_of_sbatch_are_shown_once(put, tmp_path):
 
 
 def test_two_attempts_without_progress_are_not_followed_by_a_third(tmp_path):
-    def has_progress(*attempts: tuple[int | None, int | None]) -> bool:
+    def has_progress(*attempts):
         """Give the first and last steps of the attempts; the last one is in the run folder itself."""
         places = [*(f"attempts/{9 + number}" for number in range(len(attempts) - 1)), "."]
         for place, (start, step) in zip(places, attempts, strict=True):
@@ -402,7 +400,7 @@ def test_ranks_that_srun_names(tmp_path):
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
     )
 
-    def kinds(said: str) -> list[tuple[int, str]]:
+    def kinds(said):
         return [(rank, died.kind) for rank, died in dead_ranks(said, tmp_path)]
 
     said = (
@@ -466,44 +464,21 @@ def test_a_script_without_a_run_folder_and_setup_that_bash_cannot_read(put, tmp_
         Submission([job("cluster.setup=['if true; then']")], [tmp_path], tmp_path, "x").submit()
 
 
-Gpus = tuple[str, str, str | None, str | None, str | None]
-TORCH = "torch sees no CUDA device on node7"
-
-
 @pytest.mark.parametrize(
-    "case",
-    [
-        ("cuda", "", None, "13.0", f"{TORCH}; would work: cpu, auto"),
-        ("cuda", "NoDevFiles", "535.104.05", "13.0", f"{TORCH}; would work: cpu, auto"),
-        ("auto", "", "535.104.05", "13.0", None),
-        ("auto", "0", None, "13.0", None),
-        ("cpu", "0", "535.104.05", "13.0", None),
-        (
-            "auto",
-            "0",
-            "535.104.05",
-            "13.0",
-            "driver 535.104.05: .* 13.0; would work: .* CUDA 12.6, or cpu",
-        ),
-        (
-            "cuda",
-            "0",
-            "595.45",
-            None,
-            "without CUDA; would work: a build of torch for CUDA 13.0, or cpu",
-        ),
-        ("auto", "0", "470.82.01", "12.6", "would work: a driver of at least 525, or cpu"),
-        (
-            "auto",
-            "0",
-            "580.65.06",
-            "13.0",
-            "would work: GPUs that nvidia-smi shows without errors, or cpu",
-        ),
-    ],
+    ("device", "visible", "driver", "built", "says"),
+    rows("""
+        cuda  ''          null        '13.0'  torch sees no CUDA device on node7; would work. cpu, auto
+        cuda  NoDevFiles  535.104.05  '13.0'  torch sees no CUDA device on node7; would work. cpu, auto
+        auto  ''          535.104.05  '13.0'  null
+        auto  '0'         null        '13.0'  null
+        cpu   '0'         535.104.05  '13.0'  null
+        auto  '0'         535.104.05  '13.0'  driver 535.104.05.*13.0; would work. .* CUDA 12.6, or cpu
+        cuda  '0'         '595.45'    null    without CUDA; would work. a build of torch for CUDA 13.0, or cpu
+        auto  '0'         470.82.01   '12.6'  would work. a driver of at least 525, or cpu
+        auto  '0'         580.65.06   '13.0'  would work. GPUs that nvidia-smi shows without errors, or cpu
+    """),
 )
-def test_gpus_that_torch_cannot_use(case, monkeypatch, tmp_path):
-    device, visible, driver, built, says = case
+def test_gpus_that_torch_cannot_use(device, visible, driver, built, says, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", built)
     monkeypatch.setattr(setup, "DRIVER", tmp_path / "version")
@@ -617,9 +592,9 @@ def test_links_and_large_files_are_refused(package, tmp_path, name, says):
     [(errno.ENOSPC, "disk full or quota exceeded"), (errno.EACCES, "Permission denied")],
 )
 def test_a_copy_that_fails_leaves_nothing(package, tmp_path, monkeypatch, number, says):
-    written: list[Path] = []
+    written = []
 
-    def fail_at_the_second(original: Path, copy: Path) -> None:
+    def fail_at_the_second(original, copy):
         written.append(original)
         if len(written) == 2:
             raise OSError(number, os.strerror(number))

@@ -8,7 +8,6 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
@@ -250,8 +249,6 @@ def test_a_damaged_record_is_one_line(change, tmp_path):
     ("direction", "ranked"), [("minimize", [2, 0, 1]), ("maximize", [0, 1, 2])]
 )
 def test_runs_are_ranked_by_the_objective(direction, ranked):
-    rows: list[dict[str, Any]] = [
-        {"exit_reason": "completed", "a": value} for value in (3, 3, 1, "nan", True)
-    ]
+    rows = [{"exit_reason": "completed", "a": value} for value in (3, 3, 1, "nan", True)]
     rows += [{"exit_reason": "failed", "a": 0}, {"exit_reason": "failed", "a": 9}, {}]
     assert StudyRecord("a", direction, [], []).ranked(rows) == ranked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 from one_line import one_line
@@ -34,7 +33,7 @@ def job(tmp_path):
 @pytest.fixture(autouse=True)
 def scheduler(monkeypatch):
     """The jobs in the queue; a mocked sbatch accepts every job as job 12."""
-    waiting: list[Queued] = []
+    waiting = []
     for module in (slurm, submit):
         monkeypatch.setattr(module, "require_slurm", lambda: None)
     monkeypatch.setattr(slurm, "submit_script", lambda _: "12")
@@ -71,7 +70,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job, monkeypatch):
     # Nor can the status be written.
     set_status = RunFolder.set_status
 
-    def refuse(folder: RunFolder, state: str) -> None:
+    def refuse(folder, state):
         if state == "planned":
             raise full
         set_status(folder, state)
@@ -90,9 +89,9 @@ def test_an_interrupt_before_sbatch_leaves_a_planned_job(job, monkeypatch):
 
 
 def test_all_that_a_job_reads_is_there_before_sbatch(job, monkeypatch):
-    found: list[bool] = []
+    found = []
 
-    def sbatch(script: Path) -> str:
+    def sbatch(script):
         run_dirs = submission._list_path.read_text().splitlines()
         found.append(script.read_text() == submission.script())
         found.append(run_dirs == [str(path) for path in submission.run_dirs])
@@ -167,7 +166,7 @@ def followed(job, monkeypatch):
 
 
 def test_a_late_row_is_no_lost_job(job, followed, monkeypatch):
-    def end_meanwhile(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    def end_meanwhile(wanted):
         RunRecord(job, followed).end("completed", EXIT_OK, {})
         return dict.fromkeys(wanted, "COMPLETED")
 
@@ -182,7 +181,7 @@ def test_a_lost_job_gets_its_row(job, followed, monkeypatch):
 
     asked = []
 
-    def release_when_asked_twice(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    def release_when_asked_twice(wanted):
         asked.append(wanted)
         if len(asked) == 2:
             assert followed.state == "submitted"

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+from cases import rows
 from one_line import one_line
 
 from harness.compose.composer import compose_job, compose_points
-from harness.config.job import Job
 from harness.launch import queue
 from harness.launch import state as state_module
 from harness.launch import submit as submit_module
@@ -106,7 +106,7 @@ def test_the_folder_can_be_moved(tmp_path):
 
 
 def test_a_sweep_is_named_as_its_jobs_are(tmp_path):
-    def folder_named(*names: str) -> str:
+    def folder_named(*names):
         found = folder_of([compose_job([f"name={name}", f"runs_dir={tmp_path}"]) for name in names])
         assert found.parent == tmp_path
         return found.name
@@ -118,20 +118,16 @@ def test_a_sweep_is_named_as_its_jobs_are(tmp_path):
 
 @pytest.mark.parametrize(
     ("typed", "others", "names"),
-    [
-        (["a=1 b=1 c=1", "a=2 b=1 c=1"], [], ["a=1", "a=2"]),
-        (["a=1 b=1 c=1", "a=2 b=1 c=1"], ["a=1 b=2 c=1"], ["a=1 b=1", "a=2 b=1"]),
-        (["a=1"], [], ["the only point"]),
-        ([], [], []),
-        # Names have no sign that nobody typed, and no label of a later command.
-        (["++c.A=a d=1", "++c.A=b d=1"], [], ["c.A=a", "c.A=b"]),
-        (["a=1", "a=2 cluster.wait=true"], [], ["a=1", "a=2"]),
-        (
-            ["a=1 cluster.ranks=1", "a=2 cluster.ranks=2"],
-            [],
-            ["a=1 cluster.ranks=1", "a=2 cluster.ranks=2"],
-        ),
-    ],
+    # Names have no sign that nobody typed, and no label of a later command.
+    rows("""
+        [a=1 b=1 c=1, a=2 b=1 c=1]                  []             [a=1, a=2]
+        [a=1 b=1 c=1, a=2 b=1 c=1]                  [a=1 b=2 c=1]  [a=1 b=1, a=2 b=1]
+        [a=1]                                       []             [the only point]
+        []                                          []             []
+        [++c.A=a d=1, ++c.A=b d=1]                  []             [c.A=a, c.A=b]
+        [a=1, a=2 cluster.wait=true]                []             [a=1, a=2]
+        [a=1 cluster.ranks=1, a=2 cluster.ranks=2]  []             [a=1 cluster.ranks=1, a=2 cluster.ranks=2]
+    """),
 )
 def test_names_of_points_are_what_differs(typed, others, names):
     assert labels([each.split() for each in typed], [each.split() for each in others]) == names
@@ -193,9 +189,9 @@ def test_a_run_before_the_sweep_keeps_its_folder(tmp_path):
 
 def test_points_of_one_label_run_apart(tmp_path, monkeypatch, capsys):
     """Each run has its value in job.json and in its row; status, the report and the same command agree."""
-    ran: list[int | None] = []
+    ran = []
 
-    def launch(job: Job, folder: RunFolder, **_: object) -> int:
+    def launch(job, folder, **_):
         ran.append(folder.read_job().cluster.threads_per_rank)
         RunRecord(folder.read_job(), folder).end("completed", 0, {"loss": 1.0})
         return 0
@@ -340,9 +336,7 @@ def test_points_that_slurm_has_already_count(tmp_path, monkeypatch):
     ]
     asked = []
 
-    def submit(
-        submission: run.Submission, folders: list[RunFolder], overrides: list[list[str]]
-    ) -> list[str]:
+    def submit(submission, folders, overrides):
         asked.append((submission.at_once, list(submission.after), len(folders)))
         return [f"88_{index}" for index in range(len(folders))]
 
@@ -360,7 +354,7 @@ def test_points_of_another_command_for_the_same_sweep_count(tmp_path, monkeypatc
     SweepFolder(tmp_path / "n").add(before, [])
     taken = {str(point.run_dir): f"77_{index}" for index, point in enumerate(before)}
 
-    def read_state(run_dir: Path) -> RunState:
+    def read_state(run_dir):
         ident = taken.get(str(run_dir))
         if ident is None:
             return RunState(run_dir, "planned")

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from cases import rows
 
 from harness.metrics.jsonl import MetricsFile, read_metrics, read_rows
 from harness.util.errors import UserError
@@ -106,17 +107,17 @@ def test_damage_done_while_the_run_writes_is_reported_at_the_end(path):
 
 @pytest.mark.parametrize(
     ("logged", "step", "interval", "missing"),
-    [
-        ([1, 2, 3, 4], 4, 1, None),
-        ([1, 2], 4, 1, "3 to 4"),
-        ([], 4, 1, "1 to 4"),
-        ([], 4, 10, "1 to 4"),
-        ([1, 10, 20], 25, 10, None),
-        ([1, 10], 25, 10, "11 to 25"),
-        ([1], 10, 10, "2 to 10"),
-        ([1, 10, 20], 25, 1, None),
-        ([], 0, 1, None),
-    ],
+    rows("""
+        [1, 2, 3, 4]  4   1   null
+        [1, 2]        4   1   3 to 4
+        []            4   1   1 to 4
+        []            4   10  1 to 4
+        [1, 10, 20]   25  10  null
+        [1, 10]       25  10  11 to 25
+        [1]           10  10  2 to 10
+        [1, 10, 20]   25  1   null
+        []            0   1   null
+    """),
 )
 def test_missing_rows_are_reported(path, logged, step, interval, missing):
     write(path, *logged)

@@ -104,7 +104,7 @@ def test_only_the_listed_ranks_write(pool, tmp_path):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_running_out_of_memory_writes_a_snapshot(tmp_path, monkeypatch, enabled):
     """With the two functions of torch that need a GPU replaced; tests/test_gpu.py has the real ones."""
-    recording: list[Any] = []
+    recording = []
     monkeypatch.setattr(
         "torch.cuda.memory._record_memory_history", lambda **options: recording.append(options)
     )
@@ -112,7 +112,7 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path, monkeypatch, enabled)
         "torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text("snapshot")
     )
     config = ProfilingConfig(enable=True, memory_snapshot=enabled)
-    run: Any = SimpleNamespace(
+    run = SimpleNamespace(
         job=SimpleNamespace(profiling=config),
         folder=tmp_path,
         engine=SimpleNamespace(device=torch.device("cuda"), world_max=list),

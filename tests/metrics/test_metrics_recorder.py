@@ -56,7 +56,7 @@ def test_rows_console_and_summary(tmp_path, capsys):
 
 
 def test_a_closed_console_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
-    def fail(text: str) -> None:
+    def fail(text):
         raise BrokenPipeError("Broken pipe")
 
     recorder = record(tmp_path)
@@ -72,7 +72,7 @@ def test_a_closed_console_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
 
 
 def test_a_full_disk_does_stop_the_run(tmp_path, monkeypatch):
-    def fail(row: dict[str, Any]) -> None:
+    def fail(row):
         raise OSError("No space left on device")
 
     recorder = record(tmp_path)

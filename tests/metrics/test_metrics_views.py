@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import rows
 from processes import until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -42,18 +43,18 @@ def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
 
 @pytest.mark.parametrize(
     ("environment", "netrc", "wanted", "mode"),
-    [
-        ({}, False, None, "offline"),
-        ({}, False, "online", "offline"),
-        ({}, False, "disabled", "disabled"),
-        ({"WANDB_API_KEY": "k"}, False, None, "online"),
-        ({"WANDB_IDENTITY_TOKEN_FILE": "f"}, False, None, "online"),
-        ({"WANDB_API_KEY": "k"}, False, "offline", "offline"),
-        ({}, True, None, "online"),
-        # A key of another server.
-        ({"WANDB_BASE_URL": "https://wandb.example.org"}, True, None, "offline"),
-        ({"WANDB_MODE": "offline"}, False, "online", None),
-    ],
+    # In the last but one row the key is that of another server.
+    rows("""
+        {}                                                false  null      offline
+        {}                                                false  online    offline
+        {}                                                false  disabled  disabled
+        {WANDB_API_KEY: k}                                false  null      online
+        {WANDB_IDENTITY_TOKEN_FILE: f}                    false  null      online
+        {WANDB_API_KEY: k}                                false  offline   offline
+        {}                                                true   null      online
+        {WANDB_BASE_URL: "https://wandb.example.org"}     true   null      offline
+        {WANDB_MODE: offline}                             false  online    null
+    """),
 )
 def test_wandb_is_online_with_a_key(monkeypatch, tmp_path, environment, netrc, wanted, mode):
     for name, value in environment.items():

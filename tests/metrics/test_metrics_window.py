@@ -52,7 +52,7 @@ def test_queued_work_counts_for_its_step():
     clock = Clock()
     queued = [3.0]  # seconds of queued device work
 
-    def synchronize() -> None:
+    def synchronize():
         clock.wait(queued.pop() if queued else 0.0)
 
     timer = StepTimer(synchronize, clock)

@@ -153,7 +153,7 @@ def test_on_a_gpu_times_are_read_later_without_waiting(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     phases = Phases(torch.device("cuda"))
 
-    def steps(*numbers: int) -> None:
+    def steps(*numbers):
         for number in numbers:
             with phases.inside("forward.blocks"):
                 pass
@@ -206,7 +206,7 @@ def traced(pool, tmp_path_factory):
 def test_phases_add_up_to_the_step_on_every_rank(traced):
     """Medians of a stage: the kernel can take the core between the readings of the two timers."""
     folder, results = traced
-    stages: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    stages = {0: [], 1: []}
     for rank, (laps, _) in enumerate(results):
         rows = {row["step"]: row for row in rows_of(folder, rank)}
         assert sorted(rows) == [2, 3, 4, 5] and len(laps) == 4  # without the first step

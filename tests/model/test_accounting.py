@@ -11,10 +11,9 @@ import torch
 import yaml
 from families_table import MODELS, shipped
 
-from harness.config.model import ModelConfig, of_one_model
+from harness.config.model import ModelConfig
 from harness.contrib.flux.model import Flux
 from harness.model.accounting import account, block_parameters
-from harness.model.architecture import resolve_model
 from harness.model.decoder import Block, Decoder
 from harness.model.spec import parameter_shapes
 
@@ -128,28 +127,3 @@ def test_a_tied_table_is_multiplied_by_once():
     untied = account(dataclasses.replace(tied, tied_embeddings=False), seq_len=4096)
     assert counted.flops_per_token_full == untied.flops_per_token_full
     assert untied.parameters - counted.parameters == 128256 * 2048
-
-
-def test_a_resolved_model_stays_the_same_object_and_its_results_are_kept():
-    model = ModelConfig(
-        name="m", vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_hidden_dim=64
-    )
-    calls: list[tuple[ModelConfig, int]] = []
-
-    @of_one_model
-    def count(model: ModelConfig, length: int) -> int:
-        calls.append((model, length))
-        return model.dim * length
-
-    resolved = resolve_model(model)
-    assert resolve_model(resolved) is resolved
-    wider = dataclasses.replace(resolved, dim=64)
-    asked = [
-        (resolved, 2),
-        (resolved, 2),
-        (resolved, 3),
-        (wider, 3),
-        (dataclasses.replace(wider), 3),
-    ]
-    assert [count(*each) for each in asked] == [64, 64, 96, 192, 192]
-    assert len(calls) == 4

@@ -128,13 +128,6 @@ def test_distribution(name):
         assert value.abs().max() > 3 * std
 
 
-def test_the_output_projection_is_wider_for_narrow_models():
-    assert [init_of("output.weight", config(dim=dim)).std for dim in (128, 256)] == [
-        128**-0.5,
-        256**-0.5,
-    ]
-
-
 def test_a_tied_table_is_drawn_as_the_output_projection():
     with torch.device("meta"):
         model = Decoder(config(tied=True), 16)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from families_table import PLAIN, changed, set_fields
-from jobs import tiny
+from jobs import batches_of, tiny
 from plain_llama import frequencies, logits
 from torch import Tensor
 
@@ -19,13 +20,11 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.config.optimizer import KINDS, LR_SCALES, OptimizerConfig, lr_scale
-from harness.data.tokenizer import build_tokenizer
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings
 from harness.optimizer.settings import check_mup, tensor_settings
 from harness.parallelism.materialize import draw
 from harness.train.engine import Engine
-from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process
 from harness.train.step import HOST
 from harness.util.errors import ConfigError
@@ -74,7 +73,7 @@ def test_two_steps_are_those_of_the_published_tables(factor, head_dim, tied):
     set_up_process(job)
     with process_group(job, HOST):
         engine = Engine(job, HOST)
-        loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+        loader = batches_of(job, engine.rows)
         ours = dict(engine.named_parameters())
         theirs = {name: value.detach().clone().requires_grad_() for name, value in ours.items()}
         groups = []
@@ -135,23 +134,15 @@ def test_at_the_base_width_both_parametrizations_are_the_same():
 
 
 SETTINGS = {
-    # model, fields: expected factor of the learning rate by the end of a name
+    # Model, and expected factor of the learning rate: names.
     "latent attention and experts": (
         changed("deepseek_v3_debug", mup__base_dim=16),
-        {
-            "tok_embeddings.weight": 1,
-            "output.weight": 1,
-            "layers.1.attention.wq_a.weight": 1 / 4,
-            "layers.1.attention.q_norm.weight": 1,
-            "layers.1.attention.wq_b.weight": 1 / 4,
-            "layers.1.attention.wkv_b.weight": 1 / 4,
-            "layers.1.attention.wo.weight": 1 / 4,
-            "layers.0.feed_forward.w2.weight": 1 / 4,
-            "layers.1.moe.router.weight": 1,
-            "layers.1.moe.experts.w1": 1 / 4,
-            "layers.1.moe.experts.w2": 1 / 4,
-            "layers.1.moe.shared_experts.w3.weight": 1 / 4,
-        },
+        """
+        1:     tok_embeddings.weight output.weight layers.1.attention.q_norm.weight layers.1.moe.router.weight
+        0.25:  layers.1.attention.wq_a.weight layers.1.attention.wq_b.weight layers.1.attention.wkv_b.weight
+            layers.1.attention.wo.weight layers.0.feed_forward.w2.weight layers.1.moe.experts.w1
+            layers.1.moe.experts.w2 layers.1.moe.shared_experts.w3.weight
+        """,
     ),
     "widths that are not proportional": (
         changed(
@@ -161,22 +152,17 @@ SETTINGS = {
             # Experts of the same width, half of the heads; 8 x 16 inputs of wo against 4 x 8.
             mup__base_widths={"moe.hidden_dim": 32, "n_heads": 4, "n_kv_heads": 4, "head_dim": 8},
         ),
-        {
-            "tok_embeddings.weight": 1,
-            "layers.1.attention.wk.weight": 1 / 4,
-            "layers.1.attention.wo.weight": 1 / 4,
-            "layers.1.moe.experts.w2": 1,
-            "layers.1.moe.experts.w3": 1 / 4,
-        },
+        """
+        1:     tok_embeddings.weight layers.1.moe.experts.w2
+        0.25:  layers.1.attention.wk.weight layers.1.attention.wo.weight layers.1.moe.experts.w3
+        """,
     ),
     "biases and sinks": (
         changed("gpt_oss_debug", mup__base_dim=32),
-        {
-            "layers.0.attention.wq.bias": 1,
-            "layers.0.attention.sinks": 1,
-            "layers.0.moe.experts.b1": 1,
-            "layers.0.moe.router.bias": 1,
-        },
+        """
+        1:     layers.0.attention.wq.bias layers.0.attention.sinks
+            layers.0.moe.experts.b1 layers.0.moe.router.bias
+        """,
     ),
 }
 
@@ -185,19 +171,20 @@ SETTINGS = {
 def test_learning_rates_by_role(case):
     model, expected = SETTINGS[case]
     config = OptimizerConfig(weight_decay=0.1)
-    for name, factor in expected.items():
-        found = tensor_settings(config, tensors(model)[name])
-        assert found.lr_factor == pytest.approx(factor), name
-        # The fraction by which values shrink per step does not depend on the width.
-        decay = 0.0 if tensors(model)[name].is_vector else 0.1
-        assert found.lr_factor * found.weight_decay == pytest.approx(decay), name
+    for factor, names in yaml.safe_load(expected).items():
+        for name in names.split():
+            found = tensor_settings(config, tensors(model)[name])
+            assert found.lr_factor == pytest.approx(factor), name
+            # The fraction by which values shrink per step does not depend on the width.
+            decay = 0.0 if tensors(model)[name].is_vector else 0.1
+            assert found.lr_factor * found.weight_decay == pytest.approx(decay), name
 
 
 @pytest.mark.parametrize("scale", LR_SCALES)
 def test_updates_of_muon_meet_the_spectral_condition(scale):
     """The norm of an update, lr * lr_factor * scale, is proportional to sqrt(outputs / inputs)."""
     config = OptimizerConfig(kind="muon", lr_scale=scale)
-    norms: dict[str, list[float]] = {}
+    norms = {}
     for factor in (1, 2, 8):
         for name, tensor in tensors(wider(factor)).items():
             if tensor.is_hidden_matrix:

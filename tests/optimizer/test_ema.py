@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import tiny, train, train_engine
+from jobs import batches_of, tiny, train, train_engine
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from harness.config.job import Job
-from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
 from harness.optimizer.build import keep_average
 from harness.optimizer.elementwise import Lion
 from harness.tools.convert import ConvertConfig, ConvertJob, convert
 from harness.train.engine import Engine
-from harness.train.objective import loader_of
 from harness.util.errors import ConfigError
 from harness.weights.detect import find_source, open_source
 
@@ -41,7 +39,7 @@ def averages(pool: RankPool, *overrides: str) -> list[dict[str, Tensor]]:
 def judged(job: Job) -> dict[str, Tensor]:
     """Train; return torch's own average of the weights, which starts with those after the first step."""
     engine = Engine(job, torch.device("cpu"))
-    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    loader = batches_of(job, engine.rows)
     judge = AveragedModel(engine.parts[0], multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     for _ in range(job.steps):
         engine.update(engine.gradients(loader.next()).norm)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from layouts import layout
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.config.job import Job
 from harness.optimizer import assignment
 from harness.optimizer.assignment import Matrices
 from harness.optimizer.muon import orthogonalize
@@ -41,7 +40,7 @@ def sent_in_a_step(job_json: str) -> float:
     ("name", "overrides"), [("fsdp_tp_pp", MUON), ("ep_hsdp", MOE), ("fsdp_experts_uneven", MOE)]
 )
 def test_ranks_send_what_the_plan_says(pool, name, overrides):
-    job: Job = layout(name, *overrides)
+    job = layout(name, *overrides)
     sent = pool.run(job.world_size, sent_in_a_step, job.to_json())
     each = job.world_size // job.parallelism.pp
     for stage in range(job.parallelism.pp):

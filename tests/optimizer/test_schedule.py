@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from cases import rows
 
 from harness.compose.composer import compose_job
 from harness.config.optimizer import ScheduleConfig
 from harness.optimizer.build import build_schedule, lr_factor
 from harness.util.errors import ConfigError
 
-HALF, ROOT = math.sqrt(2) / 2, math.sqrt(0.75)
-# Steps, fields, and the fraction of the peak at every step and one step after the last.
-SHAPES: list[tuple[int, dict[str, object], list[float]]] = [
-    (10, {"warmup_steps": 2, "decay_ratio": 0.4}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
-    (8, {"warmup_steps": 4, "decay_ratio": 0.0, "min_lr_factor": 1.0}, [0.25, 0.5, 0.75, *[1] * 6]),
-    (4, {"warmup_steps": 0, "decay_ratio": 0.5}, [1, 1, 1, 0.5, 0]),
-    (4, {"warmup_steps": 0, "decay_ratio": 1.0}, [1, 0.75, 0.5, 0.25, 0]),
-    # Without a ratio it decays from the end of the warm-up.
-    (6, {"warmup_steps": 2, "decay_ratio": None}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
-    (4, {"warmup_steps": 4, "decay_ratio": None}, [0.25, 0.5, 0.75, 1, 1]),
-    (
-        6,
-        {"warmup_steps": 2, "decay_type": "cosine"},
-        [0.5, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0],
-    ),
-    (2, {"warmup_steps": 0, "decay_type": "cosine", "min_lr_factor": 0.1}, [1, 0.55, 0.1]),
-    (4, {"warmup_steps": 0, "decay_type": "sqrt"}, [1, 0.5, 1 - HALF, 1 - ROOT, 0]),
-    (4, {"warmup_steps": 0, "min_lr_factor": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
-]
+# Steps, fields, and the fraction of the peak at every step and one step after the last. Without a ratio it
+# decays from the end of the warm-up. Cosines and roots have eight digits.
+SHAPES = rows("""
+    10  {warmup_steps: 2, decay_ratio: 0.4}                       [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    8   {warmup_steps: 4, decay_ratio: 0.0, min_lr_factor: 1.0}   [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1]
+    4   {warmup_steps: 0, decay_ratio: 0.5}                       [1, 1, 1, 0.5, 0]
+    4   {warmup_steps: 0, decay_ratio: 1.0}                       [1, 0.75, 0.5, 0.25, 0]
+    6   {warmup_steps: 2, decay_ratio: null}                      [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
+    4   {warmup_steps: 4, decay_ratio: null}                      [0.25, 0.5, 0.75, 1, 1]
+    6   {warmup_steps: 2, decay_type: cosine}                     [0.5, 1, 1, 0.85355339, 0.5, 0.14644661, 0]
+    2   {warmup_steps: 0, decay_type: cosine, min_lr_factor: 0.1}  [1, 0.55, 0.1]
+    4   {warmup_steps: 0, decay_type: sqrt}                       [1, 0.5, 0.29289322, 0.13397460, 0]
+    4   {warmup_steps: 0, min_lr_factor: 0.2}                     [1, 0.8, 0.6, 0.4, 0.2]
+""")
 
 
 @pytest.mark.parametrize(("steps", "fields", "expected"), SHAPES)

@@ -153,7 +153,7 @@ def test_groups_are_those_of_torch(kind, dtype):
     group = {"match": "wq", "lr_factor": 0.5, "weight_decay": 0.3, "betas": [0.7, 0.8]}
     config = OptimizerConfig(kind=kind, lr=0.01, eps=1e-3, groups=[group], state_dtype=dtype)
 
-    def torchs(named: dict[str, Any]) -> Optimizers:
+    def torchs(named):
         queries = {name: p for name, p in named.items() if "wq" in name}
         groups = [
             {
@@ -179,12 +179,12 @@ def test_muon_equals_torchs(scale):
     """torch.optim.Muon, in bfloat16, for the matrices of blocks, and torch.optim.AdamW."""
     config = dataclasses.replace(MUON, lr_scale=scale, newton_schulz_dtype="bfloat16")
 
-    def torchs(named: dict[str, Any]) -> Optimizers:
+    def torchs(named):
         matrices = {
             name: p for name, p in named.items() if p.ndim == 2 and name.startswith("layers.")
         }
         tables = [p for name, p in named.items() if p.ndim == 2 and name not in matrices]
-        adamw: dict[str, Any] = {
+        adamw = {
             "lr": config.lr,
             "betas": (config.beta1, config.beta2),
             "eps": config.eps,
@@ -400,7 +400,7 @@ def test_a_compiled_update_computes_the_same(kind, master, drop, device, monkeyp
         compiled = torch.compile(getattr(elementwise, rule), backend="aot_eager", fullgraph=True)
         monkeypatch.setattr(elementwise, rule, compiled)
     found, state = after(kind, master, drop, device, 128)
-    close: dict[str, Any] = {
+    close = {
         "rtol": 2**-7 if master == B else 1e-5,
         "atol": 1e-5,
         "check_device": False,

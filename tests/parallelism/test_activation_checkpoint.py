@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import rows
 from memory import Ledger
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -23,8 +24,6 @@ TINY = (
     "model.n_layers=4",
 )
 MATMULS, ATTENTION = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
-# wq, wk, wv, wo, w1, w3: backward does not need the output of the seventh, w2.
-RECOMPUTED_MATMULS = 6
 
 
 def ledger_of(*overrides: str) -> tuple[int, Ledger, Ledger]:
@@ -48,27 +47,16 @@ def plain():
 
 @pytest.mark.parametrize(
     ("mode", "recomputed_matmuls", "recomputed_attentions", "least", "most"),
-    [
-        ("full", 4 * RECOMPUTED_MATMULS, 4, 0, 0.2),
-        ("selective_layer", 2 * RECOMPUTED_MATMULS, 2, 0.4, 0.6),
-        (
-            "selective_layer activation_checkpoint.every_nth_layer=3",
-            2 * RECOMPUTED_MATMULS,
-            2,
-            0.4,
-            0.6,
-        ),
-        # Every second of seven matmuls is saved, and attention.
-        ("selective_op", 4 * (RECOMPUTED_MATMULS - 3), 0, 0.2, 0.4),
-        ("selective_op activation_checkpoint.save_every_nth_matmul=1", 0, 0, 0.4, 0.7),
-        (
-            "selective_op activation_checkpoint.save_every_nth_matmul=0",
-            4 * RECOMPUTED_MATMULS,
-            0,
-            0.1,
-            0.3,
-        ),
-    ],
+    # Backward does not need the output of w2, the seventh matmul of a block. Of seven, selective_op saves
+    # every second, and attention.
+    rows("""
+        full                                                          24  4  0    0.2
+        selective_layer                                               12  2  0.4  0.6
+        selective_layer activation_checkpoint.every_nth_layer=3       12  2  0.4  0.6
+        selective_op                                                  12  0  0.2  0.4
+        selective_op activation_checkpoint.save_every_nth_matmul=1    0   0  0.4  0.7
+        selective_op activation_checkpoint.save_every_nth_matmul=0    24  0  0.1  0.3
+    """),
 )
 def test_what_is_recomputed_and_what_kept(
     plain, mode, recomputed_matmuls, recomputed_attentions, least, most
@@ -103,7 +91,7 @@ def test_a_split_backward_pass_recomputes_once(mode, recomputed_matmuls):
 
 
 def test_memory_budget_moves_the_partitioner():
-    def kept(budget: float) -> int:
+    def kept(budget):
         """Bytes that autograd saves; a ledger does not work with the compiler."""
         job = compose_job(
             [
@@ -120,9 +108,9 @@ def test_memory_budget_moves_the_partitioner():
                 ),
             ]
         )
-        saved: dict[int, int] = {}
+        saved = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor):
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 

@@ -132,7 +132,7 @@ def expected_pieces(name: str, layout: ParallelismConfig) -> int:
 def test_layout(case):
     job = composed(case)
     assert 8 <= job.world_size <= 2048
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     in_stage = job.world_size // job.parallelism.pp
     for first in range(0, job.world_size, in_stage):
         for part in laid_out(job, first):

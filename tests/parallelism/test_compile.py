@@ -13,7 +13,6 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.batch import Batch
 from harness.model.feed_forward import gated
 from harness.parallelism.async_tp import describe_fused
 from harness.parallelism.compile import CompileWatch, _of_several_rows, prepare_compiler
@@ -27,11 +26,6 @@ COMPILED = [
 ]
 
 
-def batch_of(rows: int) -> Batch:
-    tokens = torch.randint(0, 256, (rows, 33), generator=torch.Generator().manual_seed(0))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
 def graphs_after_two_steps(*overrides: str) -> int:
     job = jobs.tiny(*COMPILED, "model.n_layers=1", *overrides)
     with process_group(job, CPU):
@@ -42,10 +36,10 @@ def graphs_of_rank(job: str) -> tuple[int, int]:
     """Graphs that two steps compile, and graphs that a third one compiles again."""
     watch, engine = CompileWatch(), Engine(Job.from_json(job), CPU)
     for _ in range(2):
-        engine.update(engine.gradients(batch_of(4)).grad_norm)
+        engine.update(engine.gradients(jobs.random_batch(4, 32)).grad_norm)
     graphs = watch.graphs
     watch.mark_expected()
-    engine.gradients(batch_of(4))
+    engine.gradients(jobs.random_batch(4, 32))
     return graphs, watch.unexpected
 
 
@@ -73,7 +67,10 @@ def losses_of_rank(job: str, cache: str) -> list[float]:
     """The loss, compiled twice with one cache; torch reads the variable whenever it opens a cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-        return [Engine(Job.from_json(job), CPU).gradients(batch_of(4)).loss for _ in range(2)]
+        return [
+            Engine(Job.from_json(job), CPU).gradients(jobs.random_batch(4, 32)).loss
+            for _ in range(2)
+        ]
 
 
 def test_ranks_that_share_a_cache_get_their_own_graphs(pool, tmp_path):
@@ -91,14 +88,14 @@ def test_a_new_shape_is_counted_as_unexpected():
     job = jobs.tiny(*COMPILED, "model.n_layers=1", "training.local_batch_size=4")
     with process_group(job, CPU):
         Engine(job, CPU).gradients(
-            batch_of(4)
+            jobs.random_batch(4, 32)
         )  # compile time before the watch begins is not counted
         watch, engine = CompileWatch(), Engine(job, CPU)
-        engine.gradients(batch_of(4))
+        engine.gradients(jobs.random_batch(4, 32))
         watch.mark_expected()
-        engine.gradients(batch_of(4))
+        engine.gradients(jobs.random_batch(4, 32))
         assert watch.unexpected == 0
-        engine.gradients(batch_of(2))
+        engine.gradients(jobs.random_batch(2, 32))
         assert watch.unexpected > 0
         assert watch.seconds > 0
 
@@ -108,7 +105,7 @@ def test_a_graph_break_is_an_error(monkeypatch):
 
     original = FeedForward.forward
 
-    def forward(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         torch._dynamo.graph_break()
         return original(self, x)
 
@@ -220,7 +217,9 @@ def fused_calls(job_json: str, cache: str) -> tuple[int, int, float]:
             mock.patch.object(parallelize, "enable_async", enable),
         ):
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-            norm = Engine(Job.from_json(job_json), CPU).gradients(batch_of(4)).grad_norm
+            norm = (
+                Engine(Job.from_json(job_json), CPU).gradients(jobs.random_batch(4, 32)).grad_norm
+            )
     finally:
         torch._inductor.config._micro_pipeline_tp = False
         library._destroy()

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from jobs import batches_of
 from layouts import layout, reference, require_parity
 from waits import ON_HOST, waits
 
@@ -33,13 +34,11 @@ def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool):
 
 def stepped(job_json: str) -> tuple[list[list[int]], int]:
     """Tokens routed to each expert in a step, and how often the host reads lengths from its device."""
-    from harness.data.tokenizer import build_tokenizer
     from harness.train.engine import Engine
-    from harness.train.objective import loader_of
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
-    batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
+    batch = batches_of(job, engine.rows).next()
     engine.evaluate(batch)
     with waits() as found:
         norm = engine.gradients(batch).norm

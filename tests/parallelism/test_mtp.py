@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from jobs import random_batch
 from plain_llama import block, frequencies, hidden, norm
 from torch import Tensor
 
@@ -140,8 +141,7 @@ def step_of(job_json: str, spoiled: bool = False) -> tuple[float, float | None, 
     If it is spoiled, multi-token prediction is NaN, and nothing else.
     """
     engine = Engine(Job.from_json(job_json), CPU)
-    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
-    batch = Batch(tokens[:, :-1], tokens[:, 1:].clone())
+    batch = random_batch(4, 32)
     if spoiled:
         dict(engine.named_parameters())["mtp.norm.weight"].data[0] = float("nan")
     found = engine.gradients(batch)

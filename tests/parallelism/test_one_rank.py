@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import full, tiny
+from jobs import batches_of, full, tiny
 from torch import Tensor
 from torch.func import functional_call
 
 from harness.config.job import Job
-from harness.data.tokenizer import build_tokenizer
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
 from harness.train.engine import Engine
-from harness.train.objective import loader_of
 
 TABLE, HEAD = "tok_embeddings.weight", "output.weight"
 KEEPS_FLOAT32 = torch.__version__ >= "2.15"
@@ -26,7 +24,7 @@ def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     cpu = torch.device("cpu")
     engine, model = Engine(job, cpu), Decoder(job.model, job.training.seq_len)
     materialize(model, job.training.seed, cpu, cpu)
-    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    loader = batches_of(job, engine.rows)
     engine.update(engine.gradients(loader.next()).norm)
     batch = loader.next()
     engine.optimizer.zero_grad()

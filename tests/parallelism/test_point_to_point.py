@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import batches_of
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
@@ -48,13 +49,11 @@ def exchanged(job_json: str) -> list[list[list[Operation]]]:
     import torch.distributed as dist
     from torch.distributed.pipelining import schedules
 
-    from harness.data.tokenizer import build_tokenizer
     from harness.train.engine import Engine
-    from harness.train.objective import loader_of
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
-    batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
+    batch = batches_of(job, engine.rows).next()
     found: list[list[Operation]] = []
     original = schedules._batch_p2p
 

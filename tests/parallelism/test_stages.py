@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import rows
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -87,22 +88,22 @@ def test_balance():
 
 @pytest.mark.parametrize(
     ("n_layers", "pp", "fields", "expected"),
-    [
-        (6, 2, {"schedule": "1F1B"}, [3, 3]),
-        (8, 4, {"schedule": "GPipe"}, [2, 3, 2, 1]),
-        (32, 4, {"schedule": "1F1B"}, [8, 9, 8, 7]),
-        (126, 8, {"schedule": "1F1B"}, [15, 16, 16, 16, 16, 16, 16, 15]),
-        (6, 2, {"schedule": "ZBVZeroBubble"}, [1, 2, 2, 1]),
-        (1, 2, {"schedule": "GPipe"}, [1, 0]),
-        (2, 4, {"schedule": "GPipe"}, [0, 1, 1, 0]),
-        # Of embedding and head, the weights in layers.
-        (8, 4, {"first_stage_less_layers": 0, "last_stage_less_layers": 0}, [2, 2, 2, 2]),
-        (8, 4, {"first_stage_less_layers": 2, "last_stage_less_layers": 2}, [1, 3, 3, 1]),
-        (8, 4, {"first_stage_less_layers": 0, "last_stage_less_layers": 2}, [3, 3, 2, 0]),
-        (8, 4, {"first_stage_less_layers": 9, "last_stage_less_layers": 9}, [0, 4, 4, 0]),
-        # 14 layers, and a weight of one each for embedding and head, make eight stages of two.
-        (14, 2, {"schedule": "Interleaved1F1B", "layers_per_stage": 2}, [1, 2, 2, 2, 2, 2, 2, 1]),
-    ],
+    # Weights of embedding and head are in layers. In the last row 14 layers and a weight of one for each
+    # of them make eight stages of two.
+    rows("""
+        6    2  {schedule: 1F1B}                                             [3, 3]
+        8    4  {schedule: GPipe}                                            [2, 3, 2, 1]
+        32   4  {schedule: 1F1B}                                             [8, 9, 8, 7]
+        126  8  {schedule: 1F1B}                                             [15, 16, 16, 16, 16, 16, 16, 15]
+        6    2  {schedule: ZBVZeroBubble}                                    [1, 2, 2, 1]
+        1    2  {schedule: GPipe}                                            [1, 0]
+        2    4  {schedule: GPipe}                                            [0, 1, 1, 0]
+        8    4  {first_stage_less_layers: 0, last_stage_less_layers: 0}      [2, 2, 2, 2]
+        8    4  {first_stage_less_layers: 2, last_stage_less_layers: 2}      [1, 3, 3, 1]
+        8    4  {first_stage_less_layers: 0, last_stage_less_layers: 2}      [3, 3, 2, 0]
+        8    4  {first_stage_less_layers: 9, last_stage_less_layers: 9}      [0, 4, 4, 0]
+        14   2  {schedule: Interleaved1F1B, layers_per_stage: 2}             [1, 2, 2, 2, 2, 2, 2, 1]
+    """),
 )
 def test_layers_by_hand(n_layers, pp, fields, expected):
     layout = ParallelismConfig(pp=pp, **{f"pp_{name}": value for name, value in fields.items()})

@@ -302,14 +302,14 @@ def test_a_product_by_hand(linear):
     )
     output.backward(g)
 
-    def along_rows(values: Tensor) -> Tensor:
+    def along_rows(values):
         """Values of a group rounded along rows, transposed to [columns, rows]."""
         if linear == "float8_rowwise":
             return rounded(values, E4M3, (0,), True).T
         filled = torch.cat((values, values.new_zeros(-len(values) % 32, values.shape[1])))
         return rounded_in_blocks(filled.T.contiguous())[:, : len(values)]
 
-    def along(values: Tensor) -> Tensor:
+    def along(values):
         return (
             rounded(values, E4M3, (1,), True)
             if linear == "float8_rowwise"
@@ -360,7 +360,7 @@ def test_the_kernels_that_gpus_call(linear, monkeypatch):
     }[linear]
     calls = []
 
-    def record(x: Tensor, weight_t: Tensor, ends_E: Tensor, **options: object) -> Tensor:
+    def record(x, weight_t, ends_E, **options):
         calls.append((tuple(x.shape), tuple(weight_t.shape)))
         assert x.dtype == weight_t.dtype == torch.bfloat16
         assert x.stride(-1) == 1 and weight_t.stride(-2) == 1
@@ -408,7 +408,7 @@ def test_kernels_equal_emulation(linear):
         not in GROUPED_CAPABILITY[linear.removesuffix("_rowwise")]
     ):
         pytest.skip(f"{torch.cuda.get_device_name()} has no grouped product in {linear}")
-    found: list[list[Tensor]] = []
+    found = []
     for precision in (PrecisionConfig(linear=linear, emulate=emulate) for emulate in (True, False)):
         experts = experts_of("qwen3")[0].to(device, torch.bfloat16)
         swap_linears(nn.ModuleDict({"experts": experts}), ["experts"], precision, device)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
+from cases import rows
 from jobs import tiny
 from one_line import one_line
 from torch import nn
@@ -57,12 +59,11 @@ def test_small_ones_are_torchaos(linear):
     takes = _auto_filter_for_recipe(linear.removeprefix("float8_"), filter_fqns=[])
     edges = [1024, 1040, 2048, 2064, 4096, 4112, 8192]
     seen = set()
-    for rows in edges:
-        for columns in edges:
-            with torch.device("meta"):
-                module = nn.Linear(columns, rows, bias=False)
-            assert is_small(linear, rows, columns) != takes(module, "wq"), (rows, columns)
-            seen.add(takes(module, "wq"))
+    for height, width in product(edges, repeat=2):
+        with torch.device("meta"):
+            module = nn.Linear(width, height, bias=False)
+        assert is_small(linear, height, width) != takes(module, "wq"), (height, width)
+        seen.add(takes(module, "wq"))
     assert seen == {False, True}
 
 
@@ -180,24 +181,24 @@ def test_hardware_that_multiplies_or_is_unknown_is_accepted(monkeypatch):
 
 @pytest.mark.parametrize(
     ("linear", "capability", "hip", "linears", "experts"),
-    [
-        ("none", (7, 0), None, True, True),
-        ("float8_rowwise", (8, 0), None, False, False),
-        ("float8_rowwise", (8, 9), None, True, False),
-        ("float8_rowwise", (9, 0), None, True, True),
-        ("float8_rowwise", (10, 3), None, True, True),
-        ("float8_rowwise", (12, 0), None, True, False),
-        ("float8_rowwise", (9, 0), "6.2", False, False),
-        ("float8_rowwise", (9, 4), "6.2", True, True),
-        ("mxfp8", (9, 0), None, False, False),
-        ("mxfp8", (10, 0), None, True, True),
-        ("mxfp8", (12, 0), None, True, False),
-        ("mxfp8", (9, 4), "6.2", False, False),
-    ],
+    rows("""
+        none            [7, 0]   null   true   true
+        float8_rowwise  [8, 0]   null   false  false
+        float8_rowwise  [8, 9]   null   true   false
+        float8_rowwise  [9, 0]   null   true   true
+        float8_rowwise  [10, 3]  null   true   true
+        float8_rowwise  [12, 0]  null   true   false
+        float8_rowwise  [9, 0]   '6.2'  false  false
+        float8_rowwise  [9, 4]   '6.2'  true   true
+        mxfp8           [9, 0]   null   false  false
+        mxfp8           [10, 0]  null   true   true
+        mxfp8           [12, 0]  null   true   false
+        mxfp8           [9, 4]   '6.2'  false  false
+    """),
 )
 def test_a_rank_checks_its_device(monkeypatch, linear, capability, hip, linears, experts):
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     device = torch.device("cuda", 0)
     for able, with_experts in ((linears, False), (experts, True)):

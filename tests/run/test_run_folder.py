@@ -12,9 +12,9 @@ import subprocess
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 from jobs import tiny
 from one_line import one_line
 
@@ -114,9 +114,9 @@ def test_an_unrecorded_error_is_shown(folder, capsys):
 
 def test_a_result_is_waited_for_until_it_is_there(folder, job, monkeypatch):
     begin(folder, job, [])
-    polls: list[float] = []
+    polls = []
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         polls.append(seconds)
         if len(polls) == 3:
             RunRecord(job, folder).end("completed", 0, {})
@@ -244,7 +244,7 @@ def test_a_crash_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     write_json_atomically(path, {"state": "old"})
 
-    def fail(handle: int) -> None:
+    def fail(handle):
         raise OSError("disk full")
 
     monkeypatch.setattr(files.os, "fsync", fail)
@@ -274,56 +274,60 @@ def test_git_commit(tmp_path, monkeypatch):
     assert git_commit(tmp_path) == nothing
 
 
-def position(
-    group: str, members: list[int], *marks: str, time: float = 90.0, **begun: int
-) -> dict[str, Any]:
-    place = {
-        "group": group,
-        "number": begun[group],
-        "members": members,
-        "begun": begun,
-        "time": time,
-    }
-    return {**place, **dict.fromkeys(marks, True)}
+# What ranks say of their positions, and which are absent. A group has the ranks 0 and 1, unless they say so.
+CASES = yaml.safe_load("""
+one is behind:
+    0: {group: a, begun: {a: 7}}
+    1: {group: a, begun: {a: 6}}
+    absent: [1]
+one is stopped and wrote nothing:
+    0: {group: a, begun: {a: 7}}
+    absent: [1]
+one was continued when the other had failed:
+    0: {group: a, begun: {a: 7}}
+    1: {group: a, begun: {a: 7}, late: true}
+    absent: [1]
+the node of one has another clock:
+    0: {group: a, begun: {a: 7}, members: [0, 1, 2]}
+    1: {group: a, begun: {a: 6}, members: [0, 1, 2]}
+    2: {group: a, begun: {a: 7}, members: [0, 1, 2], time: 105.0}
+    absent: [1]
+one waits for the other, which waits for a third:
+    0: {group: a, begun: {a: 7}}
+    1: {group: b, begun: {a: 6, b: 3}, members: [1, 2]}
+    2: {group: b, begun: {b: 2}, members: [1, 2]}
+    absent: [2]
+none is missing:
+    0: {group: a, begun: {a: 7}}
+    1: {group: a, begun: {a: 7}}
+    absent: []
+two are missing:
+    0: {group: a, begun: {a: 7}, members: [0, 1, 2, 3]}
+    2: {group: a, begun: {a: 7}, members: [0, 1, 2, 3]}
+    absent: [1, 3]
+no positions: {absent: []}
+the position was written after the timeout:
+    0: {group: a, begun: {a: 7}, timed_out: true}
+    absent: []
+all were stopped:
+    0: {group: a, begun: {a: 7}, late: true}
+    1: {group: a, begun: {a: 7}, late: true}
+    absent: []
+""")
 
 
-PAIR = [0, 1]
-CASES = {
-    "one is behind": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=6)}, [1]),
-    "one is stopped and wrote nothing": ({0: position("a", PAIR, a=7)}, [1]),
-    "one was continued when the other had failed": (
-        {0: position("a", PAIR, a=7), 1: position("a", PAIR, "late", a=7)},
-        [1],
-    ),
-    "the node of one has another clock": (
-        {0: position("a", [0, 1, 2], a=7), 1: position("a", [0, 1, 2], a=6)}
-        | {2: position("a", [0, 1, 2], time=105.0, a=7)},
-        [1],
-    ),
-    "one waits for the other, which waits for a third": (
-        {
-            0: position("a", PAIR, a=7),
-            1: position("b", [1, 2], a=6, b=3),
-            2: position("b", [1, 2], b=2),
-        },
-        [2],
-    ),
-    "none is missing": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=7)}, []),
-    "two are missing": (
-        {0: position("a", [0, 1, 2, 3], a=7), 2: position("a", [0, 1, 2, 3], a=7)},
-        [1, 3],
-    ),
-    "no positions": ({}, []),
-    "the position was written after the timeout": ({0: position("a", PAIR, "timed_out", a=7)}, []),
-    "all were stopped": ({rank: position("a", PAIR, "late", a=7) for rank in PAIR}, []),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_absent_ranks(case, tmp_path):
-    positions, absent = CASES[case]
     folder = tmp_path / "flight_recorder"
     folder.mkdir()
-    for rank, content in positions.items():
-        (folder / f"place-rank{rank}.json").write_text(json.dumps({"rank": rank, **content}))
-    assert absent_ranks(tmp_path, ERROR) == absent
+    *ranks, _ = case
+    for rank in ranks:
+        own = case[rank]
+        place = {
+            "rank": rank,
+            "members": [0, 1],
+            "time": 90.0,
+            "number": own["begun"][own["group"]],
+        }
+        (folder / f"place-rank{rank}.json").write_text(json.dumps(place | own))
+    assert absent_ranks(tmp_path, ERROR) == case["absent"]

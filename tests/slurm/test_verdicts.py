@@ -86,7 +86,7 @@ def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(commands, pair):
     run = commands.only_run(pair)
     kind, rank, name, message = VERDICTS[pair]
 
-    def has_message() -> bool:
+    def has_message():
         # Rank 0 writes the row first, and knows only that a peer is gone.
         return str(read(run / "result.json").get("error.message")).startswith(message)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import tiny
+from cases import rows
+from jobs import random_batch, tiny
 from waits import waits
 
 from harness.checkpoint.optimizer_state import optimizer_state
@@ -29,13 +30,11 @@ def job_of(*overrides: str) -> Job:
 
 def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
     """This rank's rows of a global batch whose row i has ``labels_per_row[i]`` valid labels."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 256, (4, 33), generator=generator)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+    whole = random_batch(4, 32)
     for row, count in enumerate(labels_per_row):
-        labels[row, count:] = IGNORE_INDEX
+        whole.labels_BT[row, count:] = IGNORE_INDEX
     rows = slice(engine.rows.start, engine.rows.stop)
-    return Batch(inputs[rows], labels[rows])
+    return Batch(whole.inputs_BT[rows], whole.labels_BT[rows])
 
 
 def outcome_of(job: Job, labels_per_row: list[int]) -> StepOutcome:
@@ -166,26 +165,25 @@ def test_an_update_that_is_not_finite_changes_only_the_rate(pool, overrides, mov
         assert moved <= changed
 
 
-SKIP = "debug.non_finite=skip"
 # Overrides, device, whether the device may drop an update, and whether the host needs the norm first.
-NORM_CASES = [
-    ([], "cuda", True, False),
-    (["precision=bf16_full"], "cuda", True, False),
-    (["optimizer.state_dtype=bfloat16", SKIP], "cuda", True, False),
-    (["optimizer.implementation=foreach"], "cuda", False, False),
-    (["optimizer.implementation=for-loop"], "cuda", False, False),
-    (["optimizer.implementation=foreach", SKIP], "cuda", False, True),
-    (["optimizer.implementation=foreach"], "cpu", False, True),
-    (["precision=bf16_full"], "cpu", False, True),
-    (["parallelism.cpu_offload=true"], "cuda", False, True),
-    (["parallelism.cpu_offload=true", "precision=bf16_full"], "cuda", False, True),
-]
+NORM_CASES = rows("""
+    ''                                                          cuda  true   false
+    precision=bf16_full                                         cuda  true   false
+    optimizer.state_dtype=bfloat16 debug.non_finite=skip        cuda  true   false
+    optimizer.implementation=foreach                            cuda  false  false
+    optimizer.implementation=for-loop                           cuda  false  false
+    optimizer.implementation=foreach debug.non_finite=skip      cuda  false  true
+    optimizer.implementation=foreach                            cpu   false  true
+    precision=bf16_full                                         cpu   false  true
+    parallelism.cpu_offload=true                                cuda  false  true
+    parallelism.cpu_offload=true precision=bf16_full            cuda  false  true
+""")
 
 
 @pytest.mark.parametrize(("overrides", "device", "skips", "asks"), NORM_CASES)
 def test_when_the_host_needs_the_norm(overrides, device, skips, asks):
     engine = object.__new__(Engine)
-    engine.job = job_of(*overrides)
+    engine.job = job_of(*overrides.split())
     engine.device = torch.device(device)
     parameter = torch.nn.Parameter(
         torch.zeros(2, dtype=getattr(torch, engine.job.precision.master_dtype))
@@ -196,7 +194,7 @@ def test_when_the_host_needs_the_norm(overrides, device, skips, asks):
 
 
 def test_squares_of_offloaded_parameters_are_copied_without_waiting(monkeypatch):
-    pinned: list[torch.Tensor] = []
+    pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     with waits() as found:
         copied = copy_async(torch.ones(3), torch.device("meta"))

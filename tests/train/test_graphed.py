@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import tiny
+from jobs import random_batch, tiny
 from torch import Tensor
 
-from harness.data.batch import Batch
 from harness.train import graphed
 from harness.train.engine import Engine
 from harness.train.graphed import GraphedEngine
@@ -47,8 +46,7 @@ class StandIn:
 def losses_of(engine: Engine) -> list[float]:
     losses = []
     for step in range(4):
-        tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
-        batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        batch = random_batch(4, 32, step)
         outcome = engine.gradients(batch)
         engine.update(outcome.norm)
         losses += [outcome.loss, outcome.grad_norm, engine.evaluate(batch)[0].loss]

@@ -131,15 +131,15 @@ def test_all_are_closed_in_reverse_after_an_error(tmp_path):
     closed = []
 
     class Recording(Observer):
-        def close(self, error: BaseException | None) -> None:
+        def close(self, error):
             closed.append((type(self).__name__, str(error)))
 
     class FailsInAStep(Recording):
-        def end_step(self, step: int, sums: Sequence[float]) -> Row:
+        def end_step(self, step, sums):
             raise LookupError("a bug of an observer")
 
     class FailsToClose(Recording):
-        def close(self, error: BaseException | None) -> None:
+        def close(self, error):
             super().close(error)
             raise OSError("cannot close")
 

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import tiny, train
+from jobs import batches_of, tiny, train
 from layouts import layout, reference, require_parity
 
 from harness.data.batch import IGNORE_INDEX, PADDING, Batch
-from harness.data.tokenizer import build_tokenizer
 from harness.train.engine import Engine
-from harness.train.objective import loader_of
 from harness.train.setup import process_group
 
 CPU = torch.device("cpu")
@@ -106,7 +104,7 @@ def test_layouts_agree_on_conversations(pool, conversations, name):
 def test_rows_and_throughput_count_no_padding(tmp_path, conversations):
     sizes = ("training.seq_len=64", "training.global_batch_size=4", "training.steps=5")
     done = train(tmp_path, "model=mixtral_debug", *sizes, *chat(conversations))
-    loader = loader_of(done.job, build_tokenizer(done.job.tokenizer), range(4))
+    loader = batches_of(done.job, range(4))
     batches = [loader.next() for _ in range(5)]
     counts = [int((batch.documents_BT != PADDING).sum()) for batch in batches]
     assert max(counts) < 4 * 64

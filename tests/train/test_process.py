@@ -10,7 +10,6 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -147,9 +146,9 @@ def test_launcher_variables_are_ignored_without_a_rank(monkeypatch):
 def test_communicators_of_gpus_are_made_with_the_mesh(monkeypatch):
     """With a device given, torch splits the communicators of all axes off the first one. Otherwise each is
     made at its first use: those of a pipeline in the middle of a step, one for every two ranks."""
-    calls: list[dict[str, object]] = []
+    calls = []
 
-    def record(*_: object, **options: object) -> None:
+    def record(*_, **options):
         calls.append(options)
 
     monkeypatch.setattr(torch.distributed, "init_process_group", record)
@@ -247,7 +246,7 @@ def test_ignored_signals_stay_ignored():
 
 
 def test_outside_of_the_main_thread_nothing_is_touched():
-    def enter() -> int | None:
+    def enter():
         with StopRequest() as request:
             return request.signal
 
@@ -261,17 +260,17 @@ def test_a_row_that_is_being_written_is_not_interrupted(tmp_path, monkeypatch):
 
     end = RunRecord.end
 
-    def interrupted(record: RunRecord, *arguments: Any) -> None:
+    def interrupted(record, *arguments):
         send(INT, TERM)
         seen.append(arguments[0])
         end(record, *arguments)
 
-    def run(name: str, **options: bool) -> tuple[int, dict[str, Any]]:
+    def run(name, **options):
         folder = RunFolder(tmp_path / name)
         begin(folder, job, [])
         return launch(job, folder, **options), folder.row
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         send(INT)  # requests a stop; a second one would end the run at once
         raise LookupError("a bug")
 
@@ -288,10 +287,10 @@ def test_a_row_that_is_being_written_is_not_interrupted(tmp_path, monkeypatch):
 
 def test_garbage_that_outlives_a_collection_is_freed():
     class Cycle:
-        def __init__(self) -> None:
+        def __init__(self):
             self.itself = self
 
-    made: list[weakref.ref[Cycle]] = []
+    made = []
     with process.garbage_collection(2) as collect:
         for step in range(1, 401):
             each = Cycle()  # the one before is garbage after a collection has seen it

@@ -14,8 +14,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import tiny
-from processes import until
+from jobs import batches_of, tiny
+from processes import is_alive, until
 
 from harness.config.job import Job
 from harness.data.cache import cache_folder
@@ -25,7 +25,7 @@ from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.train import rank
 from harness.train.finish import finish_run
-from harness.train.objective import _wait_for_all, loader_of
+from harness.train.objective import _wait_for_all
 from harness.util.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
 from harness.util.store import only_builder
 
@@ -90,15 +90,8 @@ def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_pat
     pids = [int(pid) for pid in process.stdout.readline().split()]
     process.kill()
     process.communicate()
-    until(lambda: not any(is_running(pid) for pid in pids))
+    until(lambda: not any(is_alive(pid) for pid in pids))
     assert said.read_text() == "said"
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("arguments", [(), ("somewhere",)])
@@ -159,7 +152,7 @@ def test_ranks_wait_for_a_builder_longer_than_for_a_collective(pool):
 def load_while_another_builds(job: Job) -> float:
     """Build the loader of a job whose token cache another process builds; return when it is there."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
-    loader_of(job, build_tokenizer(job.tokenizer), range(2))
+    batches_of(job, range(2))
     return time.monotonic()
 
 
@@ -172,7 +165,7 @@ def test_ranks_wait_for_the_builder_of_another_node(pool, tmp_path):
     work = folder / ".unfinished"
     holds, ended = threading.Event(), []
 
-    def build() -> None:
+    def build():
         with only_builder(work, lambda: False):
             holds.set()
             time.sleep(TIMEOUT_SECONDS + BUILDING_SECONDS)

@@ -10,16 +10,14 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from jobs import plain_losses
+from jobs import batches_of, plain_losses
 from waits import waits
 
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX, Batch
-from harness.data.tokenizer import build_tokenizer
 from harness.parallelism.loss import TokenLoss
 from harness.train.engine import Engine
-from harness.train.objective import loader_of
 from harness.train.step import SourceLosses
 from harness.util.errors import EXIT_OK, EXIT_USER
 
@@ -40,7 +38,7 @@ def job_of(*overrides: str) -> Job:
 def losses_of(job: Job) -> dict[str, Any]:
     """Losses and tokens of the sources in a step and in an evaluation of the first global batch."""
     engine = Engine(job, torch.device("cpu"))
-    batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
+    batch = batches_of(job, engine.rows).next()
     plain = engine.gradients(batch._replace(sources_B=None))
     engine.optimizer.zero_grad()
     outcome = engine.gradients(batch)
@@ -65,7 +63,7 @@ def shared_loss(found: dict[str, Any]) -> float:
 )
 def test_losses_of_sources_are_exact(pool, layout):
     job = job_of(*layout.split())
-    batch = loader_of(job, build_tokenizer(job.tokenizer), range(job.global_batch_size)).next()
+    batch = batches_of(job, range(job.global_batch_size)).next()
     losses, valid = plain_losses(job, batch), batch.labels_BT != IGNORE_INDEX
     own = [batch.sources_B == source for source in range(3)]
     sums, tokens = (
@@ -167,7 +165,7 @@ STREAM = (
 def test_a_resumed_run_sees_the_same_samples(tmp_path, stopped):
     """A row of the global batch that has not left the first document of a stream has no state of the library
     yet. The tokens of sources count from step 1."""
-    own: tuple[str, ...] = (*SMALL, *MIXTURE, "training.steps=6")
+    own = (*SMALL, *MIXTURE, "training.steps=6")
     if stopped == 1:
         texts = [{"text": f"{number} " * (number % 17 + 3)} for number in range(60)]
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
@@ -253,5 +251,5 @@ def test_the_log_has_the_packing_of_conversations_in_a_mixture(tmp_path):
         "model.vocab_size=258",
     )
     job = jobs.tiny(*SMALL, "data=mixture", talk, "data.weights.talk=1", *options)
-    loader = loader_of(job, build_tokenizer(job.tokenizer), range(8))
+    loader = batches_of(job, range(8))
     assert loader.note == "talk: data of train: 1 conversation in 1 sample, 68.8% full"

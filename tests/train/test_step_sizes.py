@@ -6,9 +6,8 @@ import jobs
 import pytest
 import torch
 from equal import assert_equal
-from jobs import tiny
+from jobs import random_batch, tiny
 
-from harness.data.batch import Batch
 from harness.metrics.mfu import Efficiency, Peak
 from harness.model.accounting import account
 from harness.train.engine import Engine
@@ -34,10 +33,7 @@ MODELS = {
 
 
 def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch.Tensor]]:
-    tokens = torch.randint(
-        0, 256, (rows, length + 1), generator=torch.Generator().manual_seed(rows)
-    )
-    loss = engine.gradients(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())).loss
+    loss = engine.gradients(random_batch(rows, length, rows)).loss
     found = [
         parameter.grad.clone() for parameter in engine.parameters if parameter.grad is not None
     ]

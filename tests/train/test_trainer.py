@@ -16,7 +16,6 @@ import torch
 from harness.compose.composer import compose_points
 from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX
-from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.launch.pool import RankFailed
@@ -25,7 +24,7 @@ from harness.model.decoder import Decoder
 from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
-from harness.train.objective import Objective, loader_of
+from harness.train.objective import Objective
 from harness.train.step import LATE_STEPS
 from harness.train.trainer import Trainer
 from harness.util.errors import EXIT_NON_FINITE, DataError, NonFiniteError
@@ -89,7 +88,7 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path):
     assert len(set(validations.values())) == 1
     trained = [row["loss"] for row in done.rows if "loss" in row]
     assert trained == [row["loss"] for row in plain.rows]
-    loader = loader_of(done.job, build_tokenizer(done.job.tokenizer), range(4), "validation")
+    loader = jobs.batches_of(done.job, range(4), "validation")
     batches = [loader.next() for _ in range(3)]
     valid = torch.cat([batch.labels_BT for batch in batches]) != IGNORE_INDEX
     losses = torch.cat([jobs.plain_losses(done.job, batch) for batch in batches])
@@ -100,7 +99,7 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path):
 def infinite_at(monkeypatch):
     """Make the losses of the given steps infinite; the count continues in later runs."""
 
-    def spoil(*steps: int) -> None:
+    def spoil(*steps):
         original, count = TokenLoss.__call__, itertools.count(1)
         monkeypatch.setattr(
             TokenLoss,
@@ -273,8 +272,8 @@ def test_skipping_is_the_same_on_device_and_host(tmp_path, infinite_at, implemen
 
 
 def test_rows_and_collections_are_at_fixed_steps(tmp_path, monkeypatch):
-    generations: list[int] = []
-    enabled: list[bool] = []
+    generations = []
+    enabled = []
     original = Engine.gradients
 
     def gradients(self, batch, **options):

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import pytest
+from cases import rows
 
 from harness.util.hardware import ACCELERATORS, find_accelerator
 
-KNOWN = {
-    "NVIDIA A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),
-    "NVIDIA A100-SXM4-80GB": ("A100 SXM 80GB", 312e12, 80),
-    "A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),
-    "NVIDIA H100 80GB HBM3": ("H100 SXM", 989.4e12, 80),
-    "NVIDIA H100 PCIe": ("H100 PCIe", 756e12, 80),
-    "NVIDIA H200": ("H200 SXM", 989.4e12, 141),
-    "NVIDIA H200 NVL": ("H200 NVL", 835.5e12, 141),
-    "NVIDIA B200": ("B200", 2250e12, 180),
-    "NVIDIA GB200": ("GB200", 2500e12, 186),
-    "AMD Instinct MI300X": ("MI300X", 1307.4e12, 192),
-    "NVIDIA L40S": ("L40S", 362.05e12, 48),
-    "NVIDIA GH200 480GB": ("GH200", 989.4e12, 96),
-    "NVIDIA GH200 144G HBM3e": ("GH200 144GB", 989.4e12, 144),
-    "NVIDIA B300 SXM6 AC": ("B300", 2250e12, 270),
-    "NVIDIA GB300": ("GB300", 2500e12, 279),
-    "AMD Instinct MI355X": ("MI355X", 2516.6e12, 288),
-    "NVIDIA GeForce RTX 4090": ("RTX 4090", 165.2e12, 24),
-    "NVIDIA RTX A6000": ("A6000", 154.8e12, 48),
-    "NVIDIA L4": ("L4", 121e12, 24),
-}
+KNOWN = rows("""
+    NVIDIA A100-SXM4-40GB     A100 SXM 40GB  312     40
+    NVIDIA A100-SXM4-80GB     A100 SXM 80GB  312     80
+    A100-SXM4-40GB            A100 SXM 40GB  312     40
+    NVIDIA H100 80GB HBM3     H100 SXM       989.4   80
+    NVIDIA H100 PCIe          H100 PCIe      756     80
+    NVIDIA H200               H200 SXM       989.4   141
+    NVIDIA H200 NVL           H200 NVL       835.5   141
+    NVIDIA B200               B200           2250    180
+    NVIDIA GB200              GB200          2500    186
+    AMD Instinct MI300X       MI300X         1307.4  192
+    NVIDIA L40S               L40S           362.05  48
+    NVIDIA GH200 480GB        GH200          989.4   96
+    NVIDIA GH200 144G HBM3e   GH200 144GB    989.4   144
+    NVIDIA B300 SXM6 AC       B300           2250    270
+    NVIDIA GB300              GB300          2500    279
+    AMD Instinct MI355X       MI355X         2516.6  288
+    NVIDIA GeForce RTX 4090   RTX 4090       165.2   24
+    NVIDIA RTX A6000          A6000          154.8   48
+    NVIDIA L4                 L4             121     24
+""")
 
 UNKNOWN = [
     "cpu",
@@ -44,13 +45,12 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize("device_name", KNOWN)
-def test_known_device(device_name):
-    accelerator = find_accelerator(device_name)
-    assert accelerator is not None
-    assert (accelerator.name, accelerator.peak_flops["bfloat16"], accelerator.memory_gib) == KNOWN[
-        device_name
-    ]
+@pytest.mark.parametrize(("device_name", "name", "tflops", "gib"), KNOWN)
+def test_known_device(device_name, name, tflops, gib):
+    found = find_accelerator(device_name)
+    assert found is not None
+    assert (found.name, found.memory_gib) == (name, gib)
+    assert found.peak_flops["bfloat16"] == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize("device_name", UNKNOWN)

@@ -29,7 +29,7 @@ def build_in_thread(folder: Path, built: list[str]) -> threading.Thread:
 
 
 def test_the_second_takes_over_when_the_first_fails(tmp_path):
-    built: list[str] = []
+    built = []
     with pytest.raises(KeyError), only_builder(tmp_path / "work", never) as building:
         assert building is not None
         thread = build_in_thread(tmp_path / "work", built)
@@ -57,7 +57,7 @@ def test_a_builder_of_another_node_is_dead_when_its_heart_stops(has_locks, tmp_p
     monkeypatch.setattr(store, "DEAD_SECONDS", 0.5)
     heart = tmp_path / HEARTBEAT
     heart.write_text("other-node 1 0")
-    built: list[str] = []
+    built = []
     thread = build_in_thread(tmp_path, built)
     for beat in range(10):
         time.sleep(0.1)

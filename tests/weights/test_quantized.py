@@ -54,7 +54,7 @@ def test_logits_are_those_of_transformers(case, tmp_path, monkeypatch):
     written(tmp_path, model)
     if case == "gpt_oss":
         quantize_mxfp4(tmp_path)
-        config: Any = transformers.Mxfp4Config(dequantize=True)
+        config = transformers.Mxfp4Config(dequantize=True)
     else:
         quantize_fp8(tmp_path, (8, 16))  # transformers reads complete blocks only
         config = transformers.FineGrainedFP8Config(weight_block_size=(8, 16), dequantize=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from one_line import one_line
-
-sys.path.append(str(Path(__file__).parent))
 from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
@@ -103,7 +100,7 @@ def test_stopped_encoding_continues(monkeypatch):
     typed = (*SHAPES, "encode.target=stopped", "encode.shards=2")
     write, written = LatentWriter.write_unit, list[str]()
 
-    def stop_at_third(self: LatentWriter, unit: Any, advance: Any) -> None:
+    def stop_at_third(self, unit, advance):
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(unit.name)
@@ -156,7 +153,7 @@ def test_processes_write_the_same():
 def test_order_does_not_depend_on_ranks_and_resumes():
     run(*SHAPES, "encode.target=latents")
 
-    def loader(rows: range) -> EncodedLoader:
+    def loader(rows):
         samples = LatentSamples(Path("latents"), "train", seed=1, shuffle=True)
         return EncodedLoader(samples, rows, Sizes(6, 1), CaptionDropout(0.3, 1))
 
@@ -179,7 +176,7 @@ def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state():
     data = job_of(*SHAPES).data
     encoders, dropout = build_encoders(encoders_of(data), CPU), CaptionDropout(0.0, 0)
 
-    def loader() -> EncodingLoader:
+    def loader():
         source = RawSamples(open_pictures(data, "train", seed=0), seed=0, shuffle=True, skips=False)
         return EncodingLoader(source, encoders, range(3), Sizes(3, 1), dropout, runs_in_loop=True)
 

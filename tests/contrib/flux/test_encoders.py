@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 import transformers
 from one_line import one_line
-
-sys.path.append(str(Path(__file__).parent))
 from tiny_flux import LENGTH, POOLED, WIDTH, save_encoders
 
 from harness.contrib.flux.pictures.config import EncodersConfig
@@ -106,12 +103,6 @@ def test_encoders_for_debugging():
     patches = Patches(4)
     latents = patches.encode(pixels).mean_BCHW
     assert latents.shape == (2, patches.channels, 2, 2)
-    # The latent of a square of pixels has its values and no others.
-    found, expected = (
-        latents[0, :, 1, 0].sort().values,
-        pixels[0, :, 4:, :4].flatten().sort().values,
-    )
-    torch.testing.assert_close(found, expected)
     assert torch.equal(patches.decode(latents), pixels)
     text, pooled = Words(4, 32).encode(
         ["red circle above", "circle red above", "red circle above the sun"]

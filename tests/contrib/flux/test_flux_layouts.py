@@ -11,7 +11,7 @@ from layouts import layout, require_parity
 from harness.compose.composer import compose_job
 from harness.launch.pool import RankPool
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "checkpoint")]
+sys.path.append(str(Path(__file__).parents[2] / "checkpoint"))
 from resumable_runs import Outcome, train
 from tiny_flux import SMALL
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from one_line import one_line
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.compose.composer import compose_job
@@ -21,13 +18,11 @@ from harness.contrib.flux.objective import (
     validation_flow,
 )
 from harness.model.architecture import architecture_of
-from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.plan.make import make_plan
-from harness.tools.study.coordcheck import CoordCheckJob
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group
-from harness.util.errors import ConfigError, DataError
+from harness.util.errors import DataError
 
 GRID = 2, 2
 FIXED = FlowConfig(base_shift=0.0, max_shift=0.0)
@@ -62,7 +57,7 @@ def test_values_depend_on_the_seed_and_the_samples_number_only():
 
 
 def test_posterior_is_sampled_in_training_only():
-    def noise_free(flow: Any) -> Tensor:
+    def noise_free(flow):
         """The latents that were mixed with noise: noisy - time * (noise - latents)."""
         return flow.noisy_BIP - flow.times_B[:, None, None] * flow.target_BIP
 
@@ -94,11 +89,6 @@ def test_shift_is_that_of_diffusers():
     for tokens in (64, 256, 1024, 4096, 9216):
         expected = pipeline.calculate_shift(tokens, 256, 4096, 0.5, 1.15)
         assert shift_of(FlowConfig(), tokens) == pytest.approx(expected)
-
-
-def test_validation_has_eight_times():
-    flow = validation_flow(batch_of(list(range(10))), seed=0)
-    assert flow.times_B.tolist() == [*(number / 16 for number in range(1, 16, 2)), 1 / 16, 3 / 16]
 
 
 def test_loss_is_a_mean_over_values_and_the_denominators_tokens():
@@ -157,13 +147,6 @@ def test_data_of_another_shape_is_one_line(changed, message):
         )
         with one_line(DataError, rf"^model\.options\.{message}"):
             engine.evaluate(other)
-
-
-@pytest.mark.parametrize("schema", [EvaluateJob, CoordCheckJob])
-def test_commands_for_text_refuse_pictures(schema):
-    with one_line(ConfigError, r"model=flux_debug makes pictures, and this command .*would work"):
-        job = compose_job([*SMALL, "cluster.device=cpu", "tokenizer=bytes"], schema=schema)
-        job.coordcheck.validate(job)
 
 
 def test_flops_are_those_that_torch_counts():

@@ -9,7 +9,6 @@ import numpy as np
 from one_line import one_line
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[3] / "experiments" / "flux_shapes"))
 from read_back import judge, read
 from tiny_flux import overrides, save_encoders

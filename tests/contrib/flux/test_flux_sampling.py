@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent))
 from test_flux_exchange import inputs, ours, small, theirs
 from tiny_flux import SMALL
 

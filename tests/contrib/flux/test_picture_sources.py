@@ -14,7 +14,7 @@ from one_line import one_line
 from PIL import Image
 
 from harness.config.data import DataConfig
-from harness.contrib.flux.pictures.shapes import SHAPES, DrawnShapes, captions
+from harness.contrib.flux.pictures.shapes import DrawnShapes
 from harness.contrib.flux.pictures.sources import (
     PictureSource,
     RawSamples,
@@ -183,7 +183,7 @@ def rolled(content: bytes) -> bytes:
 def test_a_damaged_table_of_tar_files_is_rebuilt(name, change, says, capsys):
     data = write_tars()
 
-    def captions_of_pictures() -> list[tuple[int, str]]:
+    def captions_of_pictures():
         read = (opened(data, options={"size": 8}).read(i, i) for i in range(NUMBER))
         return [(int(pixels[0, 0, 0]), caption) for pixels, caption in read]
 
@@ -240,13 +240,6 @@ def test_drawn_shapes_hold_captions_out():
     sources = {split: DrawnShapes(split, 16, seed=5) for split in ("train", "validation")}
     drawn = {split: {source.read(i, i)[1] for i in range(400)} for split, source in sources.items()}
     assert not drawn["train"] & drawn["validation"]
-    listed = {
-        split: {str(each) for each in (*captions(split)[0], *captions(split)[1])}
-        for split in sources
-    }
-    assert len(listed["train"] | listed["validation"]) == 18 + 18 * 15 * 4
-    assert all(drawn[split] <= listed[split] for split in sources)
-    assert all(any(shape in caption for caption in drawn["train"]) for shape in SHAPES)
     first, again = (DrawnShapes("train", 16, seed=5).read(7, 7) for _ in range(2))
     assert np.array_equal(first[0], again[0]) and first[1] == again[1]
     assert not np.array_equal(first[0], DrawnShapes("train", 16, seed=6).read(7, 7)[0])

@@ -84,7 +84,7 @@ def test_token_files_of_another_package(added, tmp_path):
     (tmp_path / "a.ids.txt").touch()
     tokenizer, sizes = build_tokenizer(TokenizerConfig("none")), Sizes(1, 4)
 
-    def opened(path: Path, **options: str) -> Tokens:
+    def opened(path, **options):
         data = DataConfig("tokens", paths=[str(path)], **options)
         return open_token_files(Reading(data, tokenizer, 4, 1, 0, range(1), "train", 9, sizes))
 

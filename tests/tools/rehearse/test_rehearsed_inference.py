@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from processes import python
@@ -25,7 +24,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", ["single", "tp parallelism.tp=2", "fsdp parallelism.dp_shard=2"])
 def test_generation_and_evaluation(trained, layout):
-    def run(verb: str, *arguments: str) -> dict[str, Any]:
+    def run(verb, *arguments):
         typed = [
             verb,
             f"checkpoint={trained}",
