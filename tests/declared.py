@@ -1,7 +1,5 @@
 """The verbs of the harness, as they are declared."""
 
-from __future__ import annotations
-
 from harness.compose.verb import VERBS as TABLE
 
 VERBS = {name: TABLE[name] for name in TABLE}

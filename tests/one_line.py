@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 import pytest
 
 
-@contextmanager
-def one_line(error: type[Exception], match: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Expect an error whose message matches and is one line, as every mistake is answered."""
-    with pytest.raises(error, match=match) as caught:
-        yield caught
-    assert "\n" not in str(caught.value)
+class one_line:
+    """Expect an error whose message matches and is one line, as every mistake is answered.
+
+    A class, because the frame of a generator would keep the error, and what its frames hold open, alive.
+    """
+
+    def __init__(self, error: type[Exception], match: str) -> None:
+        self.raises = pytest.raises(error, match=match)
+
+    def __enter__(self) -> pytest.ExceptionInfo[Exception]:
+        return self.raises.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType
+    ) -> bool:
+        expected = self.raises.__exit__(kind, error, trace)
+        assert "\n" not in str(error)
+        return expected

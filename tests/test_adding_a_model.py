@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "adding_a_model.md"
@@ -63,15 +61,8 @@ def test_the_page_has_what_a_family_needs(sources):
 @pytest.mark.parametrize("command", commands())
 def test_commands(sources, command):
     program, *arguments = command.split()
-    programs = {"python": [sys.executable], "harness": [sys.executable, "-m", "harness"]}
-    done = subprocess.run(
-        [*programs[program], *arguments],
-        cwd=sources,
-        env={**os.environ, "PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    program = [] if program == "python" else ["-m", "harness"]
+    done = python(*program, *arguments, cwd=sources, PYTHONPATH=str(sources), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "SmolLM3ForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout

@@ -6,13 +6,13 @@ import argparse
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "cpu_baseline"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "gpu_single"))
@@ -292,27 +292,11 @@ def test_gpu_command_lists_the_jobs_of_a_gpu(monkeypatch, capsys):
 
 def test_gpu_command_without_a_gpu(tmp_path):
     """One mode, end to end on a CPU: rows, facts and table."""
-    command = [
-        sys.executable,
-        str(EXPERIMENTS / "gpu_single" / "run.py"),
-        "--device",
-        "cpu",
-        "--shapes",
-        "tiny",
-    ]
-    command += [
-        "--modes",
-        "bf16",
-        "--activation-checkpoint",
-        "full",
-        "--rounds",
-        "1",
-        "--steps",
-        "6",
-    ]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)], capture_output=True, text=True, cwd=tmp_path
+    typed = (
+        "--device cpu --shapes tiny --modes bf16 --activation-checkpoint full --rounds 1 --steps 6"
     )
+    script = str(EXPERIMENTS / "gpu_single" / "run.py")
+    done = python(script, *typed.split(), "--out", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     [row] = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (row["shape"], row["n_layers"], row["mfu"]) == ("tiny", 4, None)

@@ -109,36 +109,31 @@ def test_each_command_is_refused_in_one_line(mistake, tmp_path, monkeypatch, cap
     assert sorted(os.listdir(tmp_path)) == ["fifo", "file", "folder", "list.json"]
 
 
-WAIT = "the ranks wait for each other, or for themselves, for ever: "
-BACKWARD = "every stage and microbatch needs one B, or one I and one W"
+# Rows of a file, separated by spaces, and the beginning of the rule that they break.
+SCHEDULES = """
+0F0,0F1,0B0,0B1 1F0,1B0,1F1,1B1 2F0,2B0,2F1,2B1 : has 3 rows; needs one per pipeline rank,
+0F0,0B0 1F0,1X0 : cell '1X0' is not <stage><F|B|I|W><microbatch>, like 0F0
+0F0,0B0 1F,1B0 : cell '1F' is not <stage>
+0F0,0B0 1F0,1SEND_B0,1B0 : cell '1SEND_B0' is not <stage>
+0F0,0B0 2F0,2B0 : stages [0, 2] are not 0, 1, 2, ... each on one rank
+0F0,0B0 0F1,0B1 : stages [0, 0] are not 0, 1, 2, ... each on one rank
+0F0,0F1,0B0,0B1 1F0,1B0 : every stage needs one F of each of the microbatches 0 to 1
+0F0,0F0,0B0 1F0,1B0 : every stage needs one F of each of the microbatches 0 to 0
+0F0,0F1,0B0,0B1 1F0,1F1,1B0 : every stage and microbatch needs one B, or one I and one W
+0F0,0B0 1F0,1I0 : every stage and microbatch needs one B, or one I and one W
+0F0,0B0,0W0 1F0,1B0 : every stage and microbatch needs one B, or one I and one W
+0F0,0B0 1F0,1W0,1I0 : every stage and microbatch needs one B, or one I and one W after it
+0F0,0B0,0B0 1F0,1B0 : every stage and microbatch needs one B, or one I and one W
+0F0,1B0 1F0,0B0 : stages [0, 0, 1, 1] are not 0, 1, 2, ... each on one rank
+0F0,0B0 1B0,1F0 : the ranks wait for each other, or for themselves, for ever: 0B0 for 1B0, 1B0 for 1F0;
+0F0,0B0,0F1,0B1 1F0,1F1,1B0,1B1 : the ranks wait for each other, or for themselves, for ever: 0B0 for 1B0, 1F1
+0F0,2F0,2B0,0B0 1F0,3F0,3B0,1B0 : runs 4 stages, but model.n_layers=1 makes at most 3
+"""
 
 
-@pytest.mark.parametrize(
-    ("rows", "rule"),
-    [
-        (
-            "0F0,0F1,0B0,0B1 1F0,1B0,1F1,1B1 2F0,2B0,2F1,2B1",
-            "has 3 rows; needs one per pipeline rank, ",
-        ),
-        ("0F0,0B0 1F0,1X0", "cell '1X0' is not <stage><F|B|I|W><microbatch>, like 0F0"),
-        ("0F0,0B0 1F,1B0", "cell '1F' is not <stage>"),
-        ("0F0,0B0 1F0,1SEND_B0,1B0", "cell '1SEND_B0' is not <stage>"),
-        ("0F0,0B0 2F0,2B0", "stages [0, 2] are not 0, 1, 2, ... each on one rank"),
-        ("0F0,0B0 0F1,0B1", "stages [0, 0] are not 0, 1, 2, ... each on one rank"),
-        ("0F0,0F1,0B0,0B1 1F0,1B0", "every stage needs one F of each of the microbatches 0 to 1"),
-        ("0F0,0F0,0B0 1F0,1B0", "every stage needs one F of each of the microbatches 0 to 0"),
-        ("0F0,0F1,0B0,0B1 1F0,1F1,1B0", BACKWARD),
-        ("0F0,0B0 1F0,1I0", BACKWARD),
-        ("0F0,0B0,0W0 1F0,1B0", BACKWARD),
-        ("0F0,0B0 1F0,1W0,1I0", f"{BACKWARD} after it"),
-        ("0F0,0B0,0B0 1F0,1B0", BACKWARD),
-        ("0F0,1B0 1F0,0B0", "stages [0, 0, 1, 1] are not 0, 1, 2, ... each on one rank"),
-        ("0F0,0B0 1B0,1F0", f"{WAIT}0B0 for 1B0, 1B0 for 1F0;"),
-        ("0F0,0B0,0F1,0B1 1F0,1F1,1B0,1B1", f"{WAIT}0B0 for 1B0, 1F1 for 0F1;"),
-        ("0F0,2F0,2B0,0B0 1F0,3F0,3B0,1B0", "runs 4 stages, but model.n_layers=1 makes at most 3"),
-    ],
-)
-def test_csv_schedule_malformed(rows, rule, tmp_path):
+@pytest.mark.parametrize("schedule", SCHEDULES.strip().splitlines())
+def test_csv_schedule_malformed(schedule, tmp_path):
+    rows, rule = schedule.split(" : ")
     (tmp_path / "schedule.csv").write_text(rows.replace(" ", "\n"))
     typed = f"parallelism.pp_schedule_csv={tmp_path}/schedule.csv"
     shape = [

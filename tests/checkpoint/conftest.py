@@ -1,7 +1,5 @@
 """A finished run, of which tests change copies."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -18,7 +18,7 @@ import pytest
 from equal import assert_equal
 from loaders import BOS, BYTES, EOS, loader, steps
 from one_line import one_line
-from processes import PATIENCE, ROOT
+from processes import PATIENCE, ROOT, python
 from tokenizer_files import write_sentencepiece
 
 import harness.data.cache as cache
@@ -272,7 +272,7 @@ def test_the_command_is_killed_with_its_processes_and_continued():
     tokens = (index.with_suffix(".tokens") for index in units.glob("*.index"))
     damaged = next(file for file in tokens if file.stat().st_size)  # documents may be empty
     damage(damaged, "last bit flipped")
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    ended = python(*command[1:], cwd=Path.cwd())
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(f"WARNING {damaged} is damaged and is made again\n") == 1
     assert "next: harness train data=tokens 'data.paths=[corpus]'" in ended.stdout

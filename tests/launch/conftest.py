@@ -1,7 +1,5 @@
 """Fixtures of tests that start jobs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -7,10 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
@@ -241,14 +241,8 @@ def test_nodes_of_slow_ranks_are_left_out(tmp_path, monkeypatch, job, excludes):
 def start(
     run: Path, code: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "harness.launch.batch", *arguments],
-        env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", **environment},
-        cwd=run,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ("-m", "harness.launch.batch", *arguments)
+    return python(*command, cwd=run, PYTHONPATH=str(code), PYTHONSAFEPATH="1", **environment)
 
 
 @pytest.fixture

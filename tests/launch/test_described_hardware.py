@@ -1,7 +1,5 @@
 """An accelerator that the user describes: plan, search, precision and MFU read the one description."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

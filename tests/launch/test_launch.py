@@ -19,7 +19,7 @@ import pytest
 from jobs import tiny
 from launching import LONG, PATIENCE, TWO_RANKS, Launch
 from one_line import one_line
-from processes import until
+from processes import python, until
 from torch.distributed.flight_recorder.components.loader import read_dump
 
 from harness.config.fields import with_value
@@ -382,14 +382,7 @@ def test_a_layout_that_does_not_fit_names_the_variable(monkeypatch):
 
 def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
     """Return the output of ``harness sweep``, stderr first."""
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", "sweep", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-    )
+    done = python("-m", "harness", "sweep", *arguments, cwd=folder)
     assert done.returncode == code, done.stderr
     return done.stderr + done.stdout
 

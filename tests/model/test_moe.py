@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import python
 from torch import Tensor
 
 from harness.compose.composer import compose_job
@@ -182,8 +182,8 @@ def compare_kernels(tokens: int, top_k: int, width: int) -> None:
 def test_kernels_combine_as_plain_operations_do():
     """Run by Triton's interpreter, which truncates where a GPU rounds: so in float32."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+    done = python(__file__, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == 0, done.stderr
 
 
 if __name__ == "__main__":

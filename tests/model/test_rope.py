@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 from families_table import STRETCHED
+from processes import python
 from torch import Tensor
 
 from harness.config.model import RopeConfig
@@ -76,8 +76,8 @@ def compare_kernel(
 def test_the_kernel_rotates_as_plain_operations_do():
     """Run by Triton's interpreter, which truncates where a GPU rounds: so in float32."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+    done = python(__file__, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == 0, done.stderr
 
 
 def test_scaling_changes_long_wavelengths_only():

@@ -1,7 +1,5 @@
 """Learning-rate schedules against values computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import rows

@@ -13,7 +13,6 @@ from jobs import tiny
 from torch import Tensor
 from waits import waits
 
-from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
 from harness.config.optimizer import (
     IMPLEMENTATIONS,
@@ -310,14 +309,6 @@ def test_a_step_of_muon_by_hand():
         torch.testing.assert_close(stored.float(), momentum, rtol=2**-8, atol=1e-6)
         torch.testing.assert_close(parameter.detach().float(), value, rtol=2**-7, atol=1e-5)
         momentum = stored.float()
-
-
-def test_state_has_the_parameters_dtype_by_default():
-    assert compose_job([]).optimizer.state_dtype == "float32"
-    assert compose_job(["precision=bf16_full"]).optimizer.state_dtype == "bfloat16"
-    kept = compose_job(["precision=bf16_full", "optimizer.state_dtype=float32"])
-    assert kept.optimizer.state_dtype == "float32"
-    assert kept.numerics_id != compose_job(["precision=bf16_full"]).numerics_id
 
 
 # -- steps that the device drops --

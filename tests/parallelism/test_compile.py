@@ -14,7 +14,6 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.model.feed_forward import gated
-from harness.parallelism.async_tp import describe_fused
 from harness.parallelism.compile import CompileWatch, _of_several_rows, prepare_compiler
 from harness.train.engine import Engine
 from harness.train.setup import process_group
@@ -239,12 +238,3 @@ def test_async_tensor_parallel_is_in_the_graph(pool, tmp_path):
         assert gathers >= 2 and scatters >= 2
         assert norm == pytest.approx(plain[0][2], rel=1e-5)
     assert [calls[:2] for calls in plain] == [(0, 0)] * 2
-
-
-def test_what_is_not_fused_is_reported():
-    counts = {"all-gathers": 24, "reduce-scatters": 12}
-    fused = "fused 24 all-gathers and 12 reduce-scatters with products, in the first step"
-    assert describe_fused(counts) == fused
-    assert describe_fused({"reduce-scatters": 12}) == (
-        "WARNING parallelism.async_tp=true: the compiler has fused no all-gathers with products"
-    )

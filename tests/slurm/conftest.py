@@ -1,7 +1,5 @@
 """One scheduler for all tests that need one."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs that fail, are stopped or lose their controller, all at once on one node, and the verdict on each."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import batches_of, tiny
-from processes import is_alive, until
+from processes import is_alive, python, until
 
 from harness.config.job import Job
 from harness.data.cache import cache_folder
@@ -96,11 +96,7 @@ def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_pat
 
 @pytest.mark.parametrize("arguments", [(), ("somewhere",)])
 def test_starting_a_rank_by_hand_is_a_one_line_error(arguments):
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")
-    }
-    command = [sys.executable, "-m", "harness.train.rank", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = python("-m", "harness.train.rank", *arguments)
     assert done.returncode == EXIT_USER
     assert done.stderr == "error: the harness starts its ranks itself; would work: harness train\n"
 
@@ -110,9 +106,8 @@ def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(folder, job, st
     (folder.path / "job.json").write_text('{"name": 1}')
     place = {"HARNESS_CONTROLLER": str(os.getpid()), "RANK": "1"}
     variables = place if started_by == "controller" else {"SLURM_PROCID": "1"}
-    environment = {**os.environ, **variables, "HARNESS_STARTED": "1.0"}
-    command = [sys.executable, "-m", "harness.train.rank", str(folder.path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = ("-m", "harness.train.rank", str(folder.path))
+    done = python(*command, HARNESS_STARTED="1.0", **variables)
     assert (done.returncode, done.stderr) == (EXIT_USER, "")
     assert finish_run(job, folder, done.returncode) == EXIT_USER
     [line] = capsys.readouterr().err.splitlines()

@@ -1,7 +1,5 @@
 """muP models in files of other software: transformers computes the same without multipliers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families_table import (

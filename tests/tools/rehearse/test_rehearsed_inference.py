@@ -1,7 +1,5 @@
 """``harness generate`` and ``harness evaluate`` on virtual GPUs, where all logits are 0."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
