@@ -43,12 +43,12 @@ BUDGETS = {
     "train": 24_000,
     "compose": 19_190,
     "launch": 29_620,
-    "tools": 101_150,
+    "tools": 100_600,
     "contrib": 30_900,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 376_240
-TESTS_AT_MOST = 263_600
+HARNESS_AT_MOST = 375_690
+TESTS_AT_MOST = 263_570
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -190,9 +189,6 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     """Evaluate weights on tasks, and append the metrics to a file."""
     job, found = use_checkpoint(job, overrides, "evaluate.checkpoint")
     library = [name for name in job.evaluate.tasks if name != DATA]
-    if library and importlib.util.find_spec("lm_eval") is None:
-        rule = "needs lm-evaluation-harness, which is not installed"
-        raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'")
     trained = found.manifest.get("job") or {}
     recorded = (trained.get("training") or {}).get("seq_len")
     window = job.evaluate.seq_len or min(recorded or job.model.max_seq_len, job.model.max_seq_len)

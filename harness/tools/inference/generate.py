@@ -6,10 +6,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from harness.compose.generator import Generator, Request, generator_of
@@ -26,12 +25,9 @@ from harness.train.objective import objective_of
 from harness.train.process import launched_ranks
 from harness.util.encoding import parse
 from harness.util.errors import EXIT_OK, ConfigError, UserError
+from harness.util.words import formatted
 
 STDIN = "-"
-LONGEST_LINE = 4_000_000
-"""Largest number of characters of a line, about a million tokens; a tokenizer takes a hundred bytes for
-each."""
-_WORKS = "a prompt on each line"
 HELP = """`harness generate`: generate text with the weights of a run or a checkpoint.
 
 Tensor, data and expert parallel generate the same as one process. Text goes to stdout, rates to stderr.
@@ -219,66 +215,49 @@ def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
     return longest + new
 
 
-def _lines(name: str, *, with_messages: bool) -> list[str | Conversation]:
-    """Read the prompts of a file or of standard input."""
-    ranks = launched_ranks() or 1
-    if name == STDIN and ranks > 1:
-        rule = f"{ranks} ranks of a launcher cannot share standard input"
-        raise ConfigError("generate.prompt_file", name, rule, "a file")
-    lines = _numbered_lines(name)
-    if not name.endswith(".jsonl"):
-        return [line for _, line in lines]
-    return [_prompt_of(line, place, with_messages) for place, line in lines]
-
-
-def _numbered_lines(file: str) -> list[tuple[str, str]]:
-    """Return the lines that are not blank, as pairs: the place to name in errors, and the line."""
+def _lines(file: str, *, with_messages: bool) -> list[str | Conversation]:
+    """Read the prompts of the lines of a file or of standard input that are not blank."""
     name = f"generate.prompt_file={file}"
-    lines = []
+    ranks = launched_ranks() or 1
+    if file == STDIN and ranks > 1:
+        rule = f"{ranks} ranks of a launcher cannot share standard input"
+        raise ConfigError("generate.prompt_file", file, rule, "a file")
     try:
-        with nullcontext(sys.stdin) if file == STDIN else open(file, encoding="utf-8") as opened:
-            # Not splitlines(), which also splits at separators that JSON allows inside of a text.
-            for number, line in enumerate(
-                iter(partial(opened.readline, LONGEST_LINE + 1), ""), start=1
-            ):
-                place = f"{name}, line {number}"
-                if len(line) > LONGEST_LINE:
-                    rule = f"has more than {LONGEST_LINE} characters"
-                    raise UserError(f"{place}: {rule}; would work: {_WORKS}")
-                # Standard input has surrogates for bytes that are not UTF-8; encoding them raises.
-                line.encode("utf-8")
-                if line.strip():
-                    lines.append((place, line.removesuffix("\n")))
+        text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
+        # Standard input has surrogates for bytes that are not UTF-8; encoding them raises.
+        text.encode("utf-8")
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}") from error
     except UnicodeError as error:
         raise UserError(f"{name}: is not UTF-8 text") from error
-    if not lines:
-        raise UserError(f"{name}: is empty; would work: {_WORKS}")
-    return lines
-
-
-def _parse_json(line: str, place: str) -> Any:
-    try:
-        row = parse(line)
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{place}: has half a surrogate pair, which no tokenizer can read"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{place}: is not JSON: {error}") from error
-    return row
+    prompts: list[str | Conversation] = []
+    # Not splitlines(), which also splits at separators that JSON allows inside of a text.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        if file.endswith(".jsonl"):
+            prompts.append(_prompt_of(line, f"{name}, line {number}", with_messages))
+        else:
+            prompts.append(line)
+    if not prompts:
+        raise UserError(f"{name}: is empty; would work: a prompt on each line")
+    return prompts
 
 
 def _prompt_of(line: str, place: str, with_messages: bool) -> str | Conversation:
-    row = _parse_json(line, place)
-    if with_messages and isinstance(row, dict) and isinstance(row.get("messages"), list):
+    try:
+        row = parse(line)
+        # Half a surrogate pair, which no tokenizer can read, raises too.
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except ValueError as error:
+        raise UserError(f"{place}: is not JSON of UTF-8 text: {error}") from error
+    row = row if isinstance(row, dict) else {}
+    if with_messages and isinstance(row.get("messages"), list):
         return [
             message_of(message, f"{place}, message {i}")
             for i, message in enumerate(row["messages"], start=1)
         ]
-    prompt = row.get("prompt") if isinstance(row, dict) else None
+    prompt = row.get("prompt")
     if not isinstance(prompt, str):
         raise UserError(f'{place}: has no text in "prompt"; would work: {{"prompt": "..."}}')
     return prompt
@@ -305,26 +284,23 @@ class Texts(Generator):
 
 
 def _rates_in_words(outcome: Any) -> str:
-    prefill, decode = (
-        "-" if rate is None else f"{rate:,.0f}" for rate in rates_of(outcome).values()
-    )
+    prefill, decode = rates_of(outcome).values()
     return (
         f"{outcome.prefill_tokens} prompt tokens in {outcome.prefill_seconds:.2f} s "
-        f"({prefill} tokens/s), {outcome.decode_tokens} more in "
-        f"{outcome.decode_seconds:.2f} s ({decode} tokens/s); "
+        f"({formatted(prefill, ',.0f')} tokens/s), {outcome.decode_tokens} more in "
+        f"{outcome.decode_seconds:.2f} s ({formatted(decode, ',.0f')} tokens/s); "
         f"weights loaded in {outcome.load_seconds:.1f} s\n"
     )
 
 
 def rates_of(outcome: Any) -> dict[str, float | None]:
     """Tokens per second of the passes over prompts, and of all later passes; None without tokens."""
-    return {
-        f"{name}_tokens_per_second": tokens / seconds if tokens and seconds else None
-        for name, tokens, seconds in (
-            ("prefill", outcome.prefill_tokens, outcome.prefill_seconds),
-            ("decode", outcome.decode_tokens, outcome.decode_seconds),
-        )
-    }
+    rates = {}
+    for name in ("prefill", "decode"):
+        tokens = getattr(outcome, f"{name}_tokens")
+        seconds = getattr(outcome, f"{name}_seconds")
+        rates[f"{name}_tokens_per_second"] = tokens / seconds if tokens and seconds else None
+    return rates
 
 
 SECONDS = ("load_seconds", "prefill_seconds", "decode_seconds")

@@ -263,28 +263,33 @@ def _in_order(
             (each.outputs[name], _part(whole, each.outputs[name], each, layout)) for each in holders
         ]
         offs = [_off(own, part) for own, part in parts if own.shape == part.shape]
-        yield f"output of {name}", max(offs, default=0.0)
+        yield f"output of {name}", largest(offs) if offs else 0.0
     for name, value in expected.scalars.items():
-        yield name, max(_off(each.scalars[name], value) for each in found)
+        yield name, largest([_off(each.scalars[name], value) for each in found])
     # Backward goes from the last module to the first.
     for name, whole in reversed(expected.gradients.items()):
         yield f"gradient of {name}", _worst(name, whole, [each.gradients for each in found])
     for name, off in share_differences(expected.squares, [each.squares for each in found]).items():
         yield f"share of {name} in the gradient norm", off
-    yield "gradient norm", max(_off(each.norm, expected.norm) for each in found)
+    yield "gradient norm", largest([_off(each.norm, expected.norm) for each in found])
     for name, whole in expected.results.items():
         yield name, _worst(name, whole, [each.results for each in found])
 
 
-def result_differences(
+def differences(
     expected: dict[str, Tensor], found: Sequence[dict[str, Tensor]]
 ) -> dict[str, float]:
-    """Relative differences of ``results_of``, the largest over ranks; infinite if no rank has one."""
+    """Relative differences of tensors by name, the largest over ranks; infinite if no rank has one."""
     return {name: _worst(name, whole, found) for name, whole in expected.items()}
 
 
 def _worst(name: str, whole: Tensor, found: Sequence[dict[str, Tensor]]) -> float:
-    return max((_off(each[name], whole) for each in found if name in each), default=math.inf)
+    return largest([_off(each[name], whole) for each in found if name in each])
+
+
+def largest(values: Sequence[float]) -> float:
+    """The largest of some values; NaN if any is, and infinity without any."""
+    return math.nan if any(map(math.isnan, values)) else max(values, default=math.inf)
 
 
 def _part(whole: Tensor, own: Tensor, holder: Record, layout: ParallelismConfig) -> Tensor:

@@ -176,37 +176,38 @@ def compare(
     Every rank counts: a different loss on one rank, or a gradient that no rank has, fails the
     comparison.
     """
-    from harness.tools.parity.first_wrong import result_differences, share_differences, tolerance_of
+    from harness.tools.parity.first_wrong import (
+        differences,
+        largest,
+        share_differences,
+        tolerance_of,
+    )
 
-    loss = _largest(reference.losses, [t.losses for t in traces])
-    norm = _largest(reference.norms, [t.norms for t in traces])
+    def relative(expected: list[float], found: list[list[float]]) -> float:
+        offs = []
+        for values in found:
+            offs += [abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True)]
+        return largest(offs)
+
+    loss = relative(reference.losses, [each.losses for each in traces])
+    norm = relative(reference.norms, [each.norms for each in traces])
     worst = 0.0
     worst_parameter = ""
     for index, expected in enumerate(reference.gradients):
-        found: set[str] = set()
-        for each in traces:
-            for name, gradient in each.gradients[index].items():
-                found.add(name)
-                apart = (gradient - expected[name]).double().norm()
-                # Gradients that are 0 in both, as behind modulations that start at 0, are equal.
-                difference = float(apart / expected[name].double().norm()) if apart else 0.0
-                if difference > worst or math.isnan(difference):
-                    worst = difference
-                    worst_parameter = name
-                if math.isnan(worst):
-                    return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed=False)
-        missing = expected.keys() - found
-        if missing:
-            worst = float("inf")
-            worst_parameter = min(missing)
+        found = differences(expected, [each.gradients[index] for each in traces])
+        for name, off in found.items():
+            # Not `off > worst`, so that NaN is the worst, and stays it.
+            if not off <= worst and not math.isnan(worst):
+                worst = off
+                worst_parameter = name
     for index, parts in enumerate(reference.squares):
         # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
-        differences = share_differences(parts, [each.squares[index] for each in traces])
-        name, off = max(differences.items(), key=itemgetter(1))
+        shares = share_differences(parts, [each.squares[index] for each in traces])
+        name, off = max(shares.items(), key=itemgetter(1))
         if off > max(worst, norm):
             worst_parameter = name
-        norm = max(norm, off)
-    results = result_differences(reference.results, [each.results for each in traces])
+        norm = largest([norm, off])
+    results = differences(reference.results, [each.results for each in traces])
     different = [name for name, off in results.items() if not off <= tolerance_of(name, tolerances)]
     if different:
         worst_parameter = different[0]
@@ -266,8 +267,9 @@ class LayoutComparer:
         steps = range(self.config.steps)
         differs = []
         for step in steps:
-            norms = [[each.norms[step]] for each in traces]
-            if not _largest([expected.norms[step]], norms) <= tolerances[1]:
+            value = expected.norms[step]
+            # Not `>`, which is false for NaN.
+            if not all(abs(each.norms[step] - value) <= tolerances[1] * value for each in traces):
                 differs.append(step)
         # Compiled blocks have no modules to look into.
         eager = dataclasses.replace(job, compile=type(job.compile)())
@@ -476,14 +478,6 @@ def single_process(job: Job) -> Job:
         for name in ("parallelism", "activation_checkpoint", "compile")
     }
     return resolve(dataclasses.replace(job, training=training, **plain), gpus=0)
-
-
-def _largest(expected: list[float], found: list[list[float]]) -> float:
-    """Largest relative difference over steps and ranks; NaN if any value is NaN."""
-    differences = []
-    for values in found:
-        differences += [abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True)]
-    return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
 VERB = Verb("parity", parity, help=HELP, job=ParityJob, has_json=True, is_alone=True)
