@@ -225,8 +225,8 @@ def with_wrong_offset():
 
 # 6 sequences: their lengths are at byte 34, pointers at 34 + 24, documents at 34 + 72.
 DAMAGED = [
-    (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with Megatron's MMIDIDX"),
-    (write_megatron, change("a.idx", 0, b"TNTIDX\0\0"), "older lazy or cached format"),
+    (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with MMIDIDX"),
+    (write_megatron, change("a.idx", 0, b"TNTIDX\0\0"), "does not begin with MMIDIDX"),
     (
         write_megatron,
         change("a.idx", END),

@@ -23,14 +23,13 @@ from harness.util.errors import DataError
 # offsets in bytes, int64 first sequence of each document, and for multimodal data int8 modes.
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-_OLD_MEGATRON_MAGIC = b"TNTIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 # llm.c, dev/data/data_common.py: 256 int32, of which magic, version and number of tokens are used.
 # Shards of modded-nanogpt are of the first kind.
 _LLMC_HEADER_BYTES = 1024
-_LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLMC_EXAMPLES = 20240522
+_LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 
 _MOST_MAPPED = (
     16384  # files mapped at once; Linux allows 65,530 maps in a process (vm.max_map_count)
@@ -236,11 +235,8 @@ class MegatronIndex:
 
     def __init__(self, index: Path) -> None:
         head = _head(index, _MEGATRON_HEADER.size)
-        if head.startswith(_OLD_MEGATRON_MAGIC):
-            rule = "is an index of Megatron's older lazy or cached format"
-            _refuse(index, f"{rule}; would work: preprocess_data.py with --dataset-impl mmap")
         if len(head) < _MEGATRON_HEADER.size or not head.startswith(_MEGATRON_MAGIC):
-            _refuse(index, "does not begin with Megatron's MMIDIDX")
+            _refuse(index, "does not begin with MMIDIDX, as --dataset-impl mmap writes it")
         _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
         if version != 1:
             _refuse(index, f"has version {version} of Megatron's index; version 1 is read")

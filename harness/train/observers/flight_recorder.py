@@ -2,8 +2,7 @@
 
     flight_recorder/stacks-rank<r>.txt   the step, the last collective and the stacks of all threads
     flight_recorder/place-rank<r>.json   input of ``absent_ranks``, which names the missing rank
-    flight_recorder/gloo_<r>             collectives of gloo, for ``torchfrtrace --prefix gloo_``; no sends
-    flight_recorder/rank_<r>             collectives of NCCL, written by its own watchdog (``--prefix rank_``)
+    flight_recorder/rank_<r>             collectives of NCCL, for ``torchfrtrace``
 
 A rank that waits in a collective gets a timeout. The rank that never reaches it gets none, so every
 rank checks its own clock.
@@ -106,41 +105,8 @@ class FlightRecorder(Observer):
                     )
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
-                (self._folder / f"gloo_{self._rank}").write_bytes(
-                    pickle.dumps(readable(trace, self._rank))
-                )
             except OSError as error:
                 sys.stderr.write(f"WARNING {self._folder}: cannot write: {error}\n")
-
-
-def readable(trace: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return gloo's trace in a form that torch's analysis (``torchfrtrace``) can read.
-
-    torch does not record gloo's groups, which its analysis looks up for every entry, so they are
-    added here. Sends and receives are removed: gloo does not record the peer, without which the
-    analysis fails.
-    """
-    messages = ("gloo:send", "gloo:recv")
-    entries = [
-        each for each in trace.get("entries", []) if not each["profiling_name"].startswith(messages)
-    ]
-    groups = _groups()
-    for name, description in (entry["process_group"] for entry in entries):
-        groups.setdefault(name, (description, [rank]))  # a destroyed group
-    return {
-        **trace,
-        "entries": entries,
-        "pg_config": {
-            name: {"name": name, "desc": description, "ranks": str(ranks)}
-            for name, (description, ranks) in groups.items()
-        },
-    }
-
-
-def _groups() -> dict[str, tuple[str, list[int]]]:
-    """Return the description and the ranks of each process group by its name."""
-    named = list(dist.distributed_c10d._world.pg_names.items())
-    return {name: (group.group_desc, dist.get_process_group_ranks(group)) for group, name in named}
 
 
 def _place(trace: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +119,10 @@ def _place(trace: dict[str, Any]) -> dict[str, Any]:
     for last in (entry for entry in trace.get("entries", []) if not entry["is_p2p"]):
         begun[last["process_group"][0]] = last["collective_seq_id"]
     group = None if last is None else last["process_group"][0]
-    _, members = _groups().get(group or "", ("", []))
+    members: list[int] = []
+    for each, name in dist.distributed_c10d._world.pg_names.items():
+        if name == group:
+            members = dist.get_process_group_ranks(each)
     return {"group": group, "number": begun.get(group or "", 0), "members": members, "begun": begun}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import json
 import logging
 import zlib
@@ -24,7 +23,7 @@ from harness.contrib.flux.pictures.config import PATCHES, WORDS, EncodersConfig
 from harness.data.documents import describe
 from harness.data.samples import random_stream
 from harness.util.encoding import parse_object
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import ConfigError
 
 # Latents are shifted and scaled for the model: `(latent - shift) * scale`, with the autoencoder's
 # numbers. B is the number of pictures, L of a caption's tokens.
@@ -153,7 +152,6 @@ def as_bytes(pixels_B3HW: Tensor) -> np.ndarray:
     return scaled.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
-INSTALL = "pip install -e '.[diffusion]'"
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -161,7 +159,8 @@ class PretrainedAutoencoder:
     """An AutoencoderKL of diffusers."""
 
     def __init__(self, config: EncodersConfig, device: torch.device) -> None:
-        diffusers = _import("diffusers", "data.options.autoencoder")
+        import diffusers
+
         self._device = device
         self._dtype = getattr(torch, config.dtype)
         folder = Path(config.autoencoder).expanduser()
@@ -195,7 +194,8 @@ class T5AndClip:
     """
 
     def __init__(self, config: EncodersConfig, device: torch.device, *, shard: bool) -> None:
-        transformers = _import("transformers", "data.options.text")
+        import transformers
+
         transformers.utils.logging.disable_progress_bar()
         assert config.t5 is not None and config.clip is not None, (
             "checked when the job was composed"
@@ -266,13 +266,6 @@ class Encoders(NamedTuple):
 
 def _frozen(model: nn.Module) -> Any:
     return model.eval().requires_grad_(False)
-
-
-def _import(name: str, field: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"{field}: needs the package {name}; would work: {INSTALL}") from error
 
 
 def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
