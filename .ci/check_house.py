@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of tokens. They go down with every deletion.
 BUDGETS = {
     "util": 8_150,
-    "config": 28_490,
+    "config": 28_390,
     "data": 31_810,
     "model": 18_700,
     "metrics": 7_480,
@@ -40,15 +40,15 @@ BUDGETS = {
     "optimizer": 9_300,
     "checkpoint": 14_120,
     "weights": 20_700,
-    "train": 23_800,
-    "compose": 19_190,
-    "launch": 29_620,
+    "train": 23_700,
+    "compose": 19_140,
+    "launch": 29_600,
     "tools": 100_600,
     "contrib": 30_830,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 375_320
-TESTS_AT_MOST = 263_440
+HARNESS_AT_MOST = 375_050
+TESTS_AT_MOST = 263_360
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {

@@ -6,7 +6,7 @@ import difflib
 import sys
 from typing import NoReturn
 
-from harness.compose.verb import VERBS, Verb, prepare_process, reported, typed_arguments
+from harness.compose.verb import VERBS, Verb, prepare_process, reported
 from harness.util.errors import EXIT_OK, UserError
 
 HELP = """`harness VERB`: run a verb of the harness, or of a package that extends it.
@@ -22,7 +22,7 @@ def main() -> NoReturn:
     """Run the verb that the first argument names, and exit."""
     prepare_process()
     try:
-        name, *arguments = typed_arguments() or ["--help"]
+        name, *arguments = sys.argv[1:] or ["--help"]
         if name in ("-h", "--help"):
             sys.stdout.write(f"{HELP}\n{_table()}")
             code = EXIT_OK

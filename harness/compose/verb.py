@@ -57,18 +57,6 @@ def prepare_process() -> None:
     )
 
 
-def typed_arguments() -> list[str]:
-    for argument in sys.argv[1:]:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            shown = os.fsencode(argument).decode(errors="backslashreplace")
-            raise UserError(
-                f"{shown}: is not UTF-8; would work: a terminal and a locale in UTF-8"
-            ) from None
-    return sys.argv[1:]
-
-
 class Output(io.FileIO):
     """Standard output that drops data once its reader is gone, as after ``| head``."""
 
@@ -207,7 +195,7 @@ class Verb:
 
     def main(self) -> NoReturn:
         prepare_process()
-        sys.exit(guarded(lambda: self.run_line(typed_arguments(), own_process=True)))
+        sys.exit(guarded(lambda: self.run_line(sys.argv[1:], own_process=True)))
 
     def run_line(self, arguments: Sequence[str], *, own_process: bool = False) -> int:
         if own_process and self.prepare is not None:

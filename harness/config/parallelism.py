@@ -309,25 +309,11 @@ class ParallelismConfig:
         unit = self.sequence_unit
         if seq_len % unit == 0:
             return
-        works = [f"{seq_len // unit * unit or unit}"]
-        if (
-            self.uses_sequence_parallel
-            and seq_len % self._sequence_unit(self.balances_context, False) == 0
-        ):
-            works.append("parallelism.sequence_parallel=false")
-        if (
-            self.balances_context
-            and seq_len % self._sequence_unit(False, self.sequence_parallel) == 0
-        ):
-            works.append("parallelism.cp_load_balance=false")
-        rule = f"sequence parallel needs a multiple of parallelism.tp={self.tp}"
-        if self.cp > 1:
-            pieces = "two pieces for each of" if self.balances_context else "a piece for each of"
-            of_tp = (
-                f", each split over parallelism.tp={self.tp}" if self.uses_sequence_parallel else ""
-            )
-            rule = f"must be a multiple of {unit}: {pieces} parallelism.cp={self.cp} ranks{of_tp}"
-        raise ConfigError("training.seq_len", seq_len, rule, ", or ".join(works))
+        rule = (
+            f"must be a multiple of {unit}, for parallelism.cp={self.cp} and parallelism.tp={self.tp} with "
+            "their options cp_load_balance and sequence_parallel"
+        )
+        raise ConfigError("training.seq_len", seq_len, rule, [seq_len // unit * unit or unit])
 
     def padded(self, length: int) -> int:
         """The shortest sequence of at least ``length`` tokens that the layout can split evenly."""
@@ -336,11 +322,9 @@ class ParallelismConfig:
     @property
     def sequence_unit(self) -> int:
         """Number that the sequence length must be a multiple of."""
-        return self._sequence_unit(self.balances_context, self.sequence_parallel)
-
-    def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
-        split = self.tp if sequence_parallel else 1
-        return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
+        split = self.tp if self.sequence_parallel else 1
+        balanced = self.balances_context and self.cp > 1
+        return self.cp * (lcm(2, split) if balanced else split)
 
 
 def degrees_in_words(

@@ -329,8 +329,6 @@ def _environment_for_submitting(shape: Shape) -> Iterator[None]:
 
 # Modules, configurations of an installed package, and tokenizers. Other files are not copied.
 _COPIED = (".py", ".yaml", ".model")
-LARGEST_BYTES = 10_000_000
-_WORKS = "would work: a place outside of the package, or cluster.snapshot=false"
 
 
 def snapshot_path(home: Path) -> Path:
@@ -381,9 +379,10 @@ def _fail(error: OSError) -> None:
 def _code(package: Path) -> dict[Path, bytes]:
     """Read the code once, so that a copy matches its digest, by paths in the package.
 
-    Refuse symbolic links, which may point anywhere, and large files, by name.
+    Refuse symbolic links, which may point anywhere.
     """
     found = {}
+    works = "would work: a place outside of the package, or cluster.snapshot=false"
     try:
         for folder, folders, files in os.walk(package, onerror=_fail):
             folders[:] = sorted(
@@ -393,18 +392,12 @@ def _code(package: Path) -> dict[Path, bytes]:
             for path in (Path(folder) / name for name in (*folders, *known)):
                 if path.is_symlink():
                     raise UserError(
-                        f"{path}: snapshots of the code do not follow symbolic links; {_WORKS}"
-                    )
-                size = path.stat().st_size
-                if path.is_file() and size > LARGEST_BYTES:
-                    raise UserError(
-                        f"{path}: has {size / 1e6:.0f} MB; snapshots of the code copy files of at most "
-                        f"{LARGEST_BYTES / 1e6:.0f} MB; {_WORKS}"
+                        f"{path}: snapshots of the code do not follow symbolic links; {works}"
                     )
                 if path.is_file():
                     found[path.relative_to(package)] = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{package}: the code cannot be read for a snapshot: {error}; {_WORKS}"
+            f"{package}: the code cannot be read for a snapshot: {error}; {works}"
         ) from None
     return found

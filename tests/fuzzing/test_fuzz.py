@@ -75,7 +75,7 @@ def shell(command: str, folder: Path, **environment: str) -> subprocess.Complete
         (
             "$PLAN $'name=\\xff'",
             EXIT_USER,
-            "name=\\xff: is not UTF-8; would work: a terminal and a locale in UTF-8",
+            "name=\\udcff: must be one line of printable text, and holds U+DCFF",
         ),
     ],
 )
