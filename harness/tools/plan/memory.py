@@ -38,7 +38,6 @@ from harness.tools.plan.parameters import (
     Memo,
     RankParameters,
     parameters_of,
-    planned_update,
 )
 from harness.tools.plan.plan import KINDS, RankMemory
 from harness.util.hardware import Accelerator
@@ -550,10 +549,7 @@ class RankStep:
         # The first pass starts without gradients; later passes except the last are like the second.
         for number in {0, min(1, passes - 1), passes - 1}:
             yield from self._pass(always, number, last=number + 1 == passes)
-        update = planned_update(self.job, self.parameters)
-        exchanged = {} if update is None else {"communication": update.buffers}
-        updating = max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
-        yield plus(always, {"shards": self.gradients}, updating)
+        yield plus(always, {"shards": self.gradients}, self._rounding())
 
     def _always(self) -> Bytes:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from math import ceil, prod
+from math import prod
 from typing import Any, TypeVar
 
 from harness.config.job import Job
@@ -26,8 +26,8 @@ from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
 from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
-from harness.optimizer.assignment import ROUND_VALUES, orthogonalization_flops
-from harness.optimizer.settings import exchanges, in_blocks, kind_of
+from harness.optimizer.assignment import orthogonalization_flops
+from harness.optimizer.settings import in_blocks, kind_of
 from harness.tools.plan.costs import costs_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
@@ -96,9 +96,13 @@ class HeldModule(Memo):
         self.optimizer_bytes = 0.0
         self.groups: dict[str, list[HeldTensor]] = {}
         """The parameters by FSDP group."""
+        self.exchanged: list[TensorSpec] = []
+        """Those whose pieces the optimizer exchanges between ranks."""
         for tensor in parameters:
             self.groups.setdefault(tensor.group, []).append(tensor)
             kind = KINDS[kind_of(optimizer, tensor.spec)]
+            if kind.exchanges:
+                self.exchanged.append(tensor.spec)
             if optimizer.state_dtype == EIGHT_BIT:
                 state_bytes = 1 + 4 / BLOCK if in_blocks(tensor.spec.shape) else 4.0
             else:
@@ -273,54 +277,34 @@ def tp_of(layout: ParallelismConfig, tensor: TensorSpec) -> int:
 
 
 @dataclass(frozen=True)
-class PlannedUpdate:
+class MuonUpdate:
     """Muon's update on a rank, as if the ranks that hold pieces of matrices shared them equally."""
 
     shapes: Mapping[tuple[int, int], float]
     """Number of matrices that it orthogonalizes by shape, the shorter side first."""
-    flops: float
-    """FLOPs of their orthogonalization."""
     sent: float
-    """Bytes that it sends."""
-    exchanges: int
-    """All-to-alls: in each round pieces to the owners of their matrices, and results back."""
-    buffers: float
-    """Bytes of buffers and of the iterations' temporary matrices."""
+    """Bytes that it sends: pieces to the owners of their matrices, and results back."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the orthogonalization."""
+        return sum(count * orthogonalization_flops(*shape) for shape, count in self.shapes.items())
 
 
-def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None:
-    """Plan the exchanges of an update; None if no optimizer of these tensors exchanges anything."""
-    held = chain.from_iterable(module.tensors for module in parameters.held_modules)
-    specs = [tensor.spec for tensor in held if not tensor.spec.is_buffer]
-    if not exchanges(job.optimizer, specs):
-        return None
-    layout = job.parallelism
+def muon_update(job: Job, parameters: RankParameters) -> MuonUpdate:
+    """What a rank orthogonalizes and sends; nothing with other optimizers."""
     shapes: dict[tuple[int, int], float] = defaultdict(float)
-    values = sent = flops = 0.0
-    largest = ROUND_VALUES
-    copies = 1
-    for spec in specs:
-        if not KINDS[kind_of(job.optimizer, spec)].exchanges:
-            continue
-        count, replicas, shards = _holders(layout, spec)
-        own = count / (replicas * shards)
-        size = spec.outputs * spec.inputs
-        shapes[min(spec.outputs, spec.inputs), max(spec.outputs, spec.inputs)] += own
-        flops += own * orthogonalization_flops(spec.outputs, spec.inputs)
-        if replicas * shards > 1:
+    sent = 0.0
+    for module in parameters.held_modules:
+        for spec in module.exchanged:
+            count, replicas, shards = _holders(job.parallelism, spec)
+            own = count / (replicas * shards)
+            short, long = sorted((spec.outputs, spec.inputs))
+            shapes[short, long] += own
             # Pieces of the matrices of others in this replica, then results for all holders.
-            sent += own * size * (1 - 1 / shards + replicas - 1 / shards)
-            values += own * size
-            largest = max(largest, size)
-            copies = max(copies, replicas)
-    # While a round is orthogonalized, pieces of the next one arrive and results of the one before
-    # return.
-    length = min(values, largest)
-    rounds = ceil(values / largest)
-    around = 2 * copies + 2 if rounds > 1 else 0
-    value_bytes = BYTES[job.optimizer.newton_schulz_dtype or job.precision.param_dtype]
-    buffers = length * (around + max(3, 1 + 2 * copies)) * value_bytes
-    return PlannedUpdate(shapes, flops, sent * value_bytes, 2 * rounds, buffers)
+            sent += own * short * long * (replicas - 1 / shards + 1 - 1 / shards)
+    dtype = job.optimizer.newton_schulz_dtype or job.precision.param_dtype
+    return MuonUpdate(shapes, sent * BYTES[dtype])
 
 
 def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[int, int, int]:

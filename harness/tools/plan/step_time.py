@@ -17,7 +17,7 @@ from harness.metrics.mfu import mfu
 from harness.model.accounting import account
 from harness.model.architecture import block_kinds
 from harness.model.spec import tensors
-from harness.optimizer.settings import exchanges, kinds_of
+from harness.optimizer.settings import kinds_of
 from harness.tools.plan.block_cost import BlockPasses, Worker
 from harness.tools.plan.collectives import (
     Collective,
@@ -28,7 +28,7 @@ from harness.tools.plan.collectives import (
 )
 from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, simulate
-from harness.tools.plan.parameters import BYTES, held_groups, parameters_of, planned_update
+from harness.tools.plan.parameters import BYTES, held_groups, muon_update, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 
 # Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient,
@@ -71,7 +71,6 @@ class StepModel:
         self.machine = machine
         self.layout = job.parallelism
         self.worker = Worker(job, machine)
-        self._exchanges = exchanges(job.optimizer, tensors(job.model).values())
         known: dict[object, tuple[BlockPasses, Sharing]] = {}
         self.blocks = []
         for layer, kind in enumerate(block_kinds(job.model)):
@@ -180,34 +179,23 @@ class StepModel:
         return self.machine.pass_seconds(held * moved * width)
 
     def _orthogonalization(self, rank: int) -> Pass:
-        """Muon's iterations and exchanges on a pipeline rank. Exchanges overlap the iterations of other
-        rounds, except for the first one and the last one."""
-        update = (
-            planned_update(self.job, parameters_of(self.job, rank)) if self._exchanges else None
-        )
-        if update is None:
-            return Pass()
-        dtype = self.job.optimizer.newton_schulz_dtype or self.job.precision.param_dtype
+        """Muon's iterations on a pipeline rank, and the exchange of matrices, which they hide."""
+        job = self.job
+        update = muon_update(job, parameters_of(job, rank))
+        dtype = job.optimizer.newton_schulz_dtype or job.precision.param_dtype
         product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=BYTES[dtype])
-        computing = NEWTON_SCHULZ_STEPS * sum(
-            count
-            * (
-                product(short, long, short)
-                + product(short, short, short)
-                + product(short, short, long)
-            )
-            for (short, long), count in update.shapes.items()
-        )
-        group = group_of(
-            self.job, self.machine.ranks_per_node, "dp_replicate", "dp_shard", "cp", "tp"
-        )
-        if not update.exchanges:
+        computing = 0.0
+        for (short, long), count in update.shapes.items():
+            step = product(short, long, short) + product(short, short, short)
+            computing += NEWTON_SCHULZ_STEPS * count * (step + product(short, short, long))
+        if not update.sent:
             return Pass(computing)
-        size = update.sent / update.exchanges * group.ranks / (group.ranks - 1)
-        one = Collective.on(self.machine, "optimizer", "all_to_all", group, size)
-        hidden = min((update.exchanges - 2) * one.seconds, computing)
-        one = replace(one, exposed=one.seconds - hidden / update.exchanges)
-        return Pass(computing, (one,) * update.exchanges)
+        axes = ("dp_replicate", "dp_shard", "cp", "tp")
+        group = group_of(job, self.machine.ranks_per_node, *axes)
+        size = update.sent * group.ranks / (group.ranks - 1)
+        exchange = Collective.on(self.machine, "optimizer", "all_to_all", group, size)
+        exposed = max(0.0, exchange.seconds - computing)
+        return Pass(computing, (replace(exchange, exposed=exposed),))
 
     def timeline(self) -> list[list[Action]]:
         """The passes of every pipeline rank with their times, in one pass over a local batch."""

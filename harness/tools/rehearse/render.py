@@ -15,7 +15,7 @@ from harness.model.spec import block_tensors
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import machine_of
 from harness.tools.plan.order import pipeline_order
-from harness.tools.plan.parameters import parameters_of, planned_update, tp_of
+from harness.tools.plan.parameters import muon_update, parameters_of, tp_of
 from harness.tools.plan.plan import Plan
 from harness.tools.plan.render import mesh_of
 from harness.tools.plan.step_time import StepModel
@@ -254,7 +254,9 @@ def traffic_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
     lines = []
     for key in sorted({*here, *planned}):
         for place, unit in enumerate(("count", "bytes")):
-            value = planned[key][place] if key in planned else None
+            # The plan does not know in how many rounds Muon exchanges its volume.
+            rounds = unit == "count" and key[0] == "optimizer"
+            value = planned[key][place] if key in planned and not rounds else None
             lines.append(Quantity(" ".join(key), unit, here[key][place], value))
     return lines
 
@@ -289,8 +291,7 @@ def product_flops(job: Job, pp_rank: int) -> float:
         if "output" in modules[stage]:
             values += 3 * costs.outputs(model) * model.dim / layout.tp
     rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp
-    update = planned_update(job, parameters_of(job, pp_rank))
-    return 2.0 * rows * values + (0.0 if update is None else update.flops)
+    return 2.0 * rows * values + muon_update(job, parameters_of(job, pp_rank)).flops
 
 
 def _is_around(job: Job, layer: int) -> bool:

@@ -22,7 +22,7 @@ from harness.tools.plan.machine import (
     neighbours,
 )
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.parameters import parameters_of, planned_update
+from harness.tools.plan.parameters import muon_update, parameters_of
 from harness.tools.plan.plan import Speed, Traffic
 from harness.tools.plan.render import render
 from harness.tools.plan.space import Space
@@ -340,8 +340,7 @@ def test_muon_of_two_ranks_by_hand() -> None:
         "parallelism.dp_shard=2",
         "training.global_batch_size=8",
     )
-    planned = planned_update(job, parameters_of(job, 0))
-    assert planned is not None
+    planned = muon_update(job, parameters_of(job, 0))
     matrices = [each for each in tensors(job.model).values() if each.is_hidden_matrix]
     values = sum(each.size for each in matrices)
     # Both own half of the values, and send a half of those there, and half of their own back.
