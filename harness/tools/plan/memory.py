@@ -34,9 +34,11 @@ from harness.tools.plan.memory_parts import ActivationBytes, LogitBytes, PartByt
 from harness.tools.plan.order import Moment, fullest, passes_of_rank
 from harness.tools.plan.parameters import (
     BYTES,
+    HeldModule,
     HeldTensor,
     Memo,
     RankParameters,
+    held_groups,
     parameters_of,
 )
 from harness.tools.plan.plan import KINDS, RankMemory
@@ -122,38 +124,37 @@ class Module:
 class StageMemory:
     """Memory of the passes of one stage, for one microbatch, on its rank with the most memory.
 
-    ``parameters`` are those of all the rank's stages; ``joint_ends`` is that of ``Software``.
+    ``held`` are its modules by name; ``joint_ends`` is that of ``Software``.
     """
 
     def __init__(
         self,
         job: Job,
-        parameters: RankParameters,
+        held: Mapping[str, HeldModule],
         stage: int,
-        prices: ActivationBytes,
+        activations: ActivationBytes,
         *,
         joint_ends: bool = False,
     ) -> None:
+        layout = job.parallelism
         self.job = job
         self.stage = stage
         self.fsdp = job.uses_fsdp
-        self.pipelined = job.parallelism.pp > 1
-        self.activations = prices
-        self.names = split_modules(job.parallelism, job.model.n_layers)[stage]
-        groups = parameters.groups(stage)
-        self.has_head = "output" in self.names
-        self.logits = LogitBytes(job, self.activations) if self.has_head else None
+        self.pipelined = layout.pp > 1
+        self.activations = activations
         self.apart = kinds_apart(job)
         self._backward: dict[tuple[bool, bool], list[Bytes]] = {}
-        self._held = parameters.modules[stage]
-        self.modules = [self._module(name, part, groups) for name, part in self._parts()]
+        names = split_modules(layout, job.model.n_layers)[stage]
+        self.has_head = "output" in names
+        self.logits = LogitBytes(job, activations) if self.has_head else None
+        self.modules = self._modules(names, held)
         # A pipeline has the ends on different ranks.
         if joint_ends and self.fsdp and not self.pipelined:
             self._join_ends()
-        layout = job.parallelism
-        groups_of_modules = [module.parameters for module in self.modules]
         split = layout.tp if layout.uses_sequence_parallel else 1
-        self.boundary = prices.tokens * job.model.dim * BYTES[job.precision.param_dtype] / split
+        self.boundary = (
+            activations.tokens * job.model.dim * BYTES[job.precision.param_dtype] / split
+        )
         """Bytes of one microbatch's stream between stages."""
         output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
         self.left = {"activations": output + (self.boundary if stage > 0 else 0.0)}
@@ -163,45 +164,44 @@ class StageMemory:
         )
         """Gathered bytes that stay from forward to backward; in a pipeline until the end of the
         step."""
-        self.accumulated = sum(each.accumulated for each in groups_of_modules)
+        parameters = [module.parameters for module in self.modules]
+        self.accumulated = sum(each.accumulated for each in parameters)
         # While one module's parameters are copied out of their buffer, the next ones are gathered.
-        buffers = [each.buffer for each in groups_of_modules]
+        buffers = [each.buffer for each in parameters]
         self.prefetched = layout.fsdp_prefetch
         self.buffers = max(sum(buffers[i : i + 1 + self.prefetched]) for i in range(len(buffers)))
         if layout.fsdp_buffers != "default":
             # Blocks may be in the embedding's memory when the head needs it.
             self.buffers += min(buffers[0], buffers[-1])
         # One reduce-scatter is in flight while the input of the next one is filled.
-        reduced = chain.from_iterable(each.reduced for each in groups_of_modules)
+        reduced = chain.from_iterable(each.reduced for each in parameters)
         self.reduction = max(map(sum, pairwise([0.0, *reduced])), default=0.0)
-        self.reduced = max(sum(each.reduced) for each in groups_of_modules)
+        self.reduced = max(sum(each.reduced) for each in parameters)
 
-    def _parts(self) -> list[tuple[str, PartBytes]]:
-        parts = []
-        for name in self.names:
+    def _modules(self, names: Sequence[str], held: Mapping[str, HeldModule]) -> list[Module]:
+        job = self.job
+        activations = self.activations
+        ends = held_groups(job, (name for name in held if not name.startswith("layers.")))
+        modules = []
+
+        def add(name: str, part: PartBytes, parameters: ModuleParameters) -> None:
+            modules.append(Module(name, part, parameters, job.parallelism.frees(name)))
+
+        for name in names:
             if name == "tok_embeddings":
-                parts.append((name, self.activations.embedding()))
+                add(name, activations.embedding(), self._parameters(ends.get(name, [])))
             elif name.startswith("layers."):
-                parts.append((name, self.activations.block(int(name.split(".")[1]))))
-        if self.has_head and self.job.model.mtp.depth:
-            parts.append(("mtp", self.activations.prediction()))
-            parts.append(("mtp.block", self.activations.block(self.job.model.n_layers)))
+                layer = int(name.removeprefix("layers."))
+                add(name, activations.block(layer), self._block_parameters(held[name]))
         if self.has_head:
-            parts.append(("head", self.activations.head()))
-        return parts
-
-    def _module(self, name: str, part: PartBytes, groups: dict[str, list[HeldTensor]]) -> Module:
-        tensors = list(groups.get(name, []))
-        if name == "head":
-            tensors += groups.get("root", [])
-        held = tensors, groups.get(f"{name}.experts", [])
-        block = self._held.get(name) if name.startswith("layers.") else None
-        if block is None:
-            parameters = self._parameters(*held)
-        else:
-            key = self.fsdp, self.job.parallelism.cpu_offload
-            parameters = block.once(key, lambda: self._parameters(*held))
-        return Module(name, part, parameters, self.job.parallelism.frees(name))
+            if job.model.mtp.depth:
+                groups = ends["mtp.block"], ends.get("mtp.block.experts", [])
+                block = activations.block(job.model.n_layers)
+                add("mtp", activations.prediction(), self._parameters(ends["mtp"]))
+                add("mtp.block", block, self._parameters(*groups))
+            group = [*ends.get("head", []), *ends.get("root", [])]
+            add("head", activations.head(), self._parameters(group))
+        return modules
 
     def _join_ends(self) -> None:
         """Make the first module and the head one FSDP group, and let the last block stay gathered."""
@@ -217,8 +217,13 @@ class StageMemory:
         )
         late = replace(late, gathered=0.0, buffer=0.0, reduced=(), sharded=0.0)
         blocks[-1] = replace(blocks[-1], freed=False)
-        ends = replace(first, parameters=joint, freed=False), replace(head, parameters=late)
-        self.modules = [ends[0], *blocks, ends[1]]
+        first = replace(first, parameters=joint, freed=False)
+        self.modules = [first, *blocks, replace(head, parameters=late)]
+
+    def _block_parameters(self, block: HeldModule) -> ModuleParameters:
+        """Those of a block; the same for equal blocks of all jobs that hold it."""
+        key = self.fsdp, self.job.fsdp_ranks > 1, self.job.parallelism.cpu_offload
+        return block.once(key, lambda: self._parameters(*block.groups.values()))
 
     def _parameters(self, *groups: list[HeldTensor]) -> ModuleParameters:
         layout = self.job.parallelism
@@ -227,49 +232,39 @@ class StageMemory:
         compute = BYTES[precision.param_dtype]
         reduce = BYTES[precision.reduce_dtype]
         master = BYTES[precision.master_dtype]
-        # FSDP pads shards to the first one's length.
-        padded = {
-            tensor.name: tensor.held_elements
-            * (layout.expert_shards if tensor.spec.is_expert else layout.parameter_shards)
-            for tensor in tensors
-        }
         elements = sum(tensor.gathered_elements for tensor in tensors)
-        offloaded = layout.cpu_offload and not self.activations.cpu
-        sharded = (
-            0.0 if offloaded else float(master * sum(tensor.held_elements for tensor in tensors))
-        )
         # Backward of a feed-forward computes the gradient of w2 first.
         first = sum(t.gathered_elements for t in tensors if t.name.endswith((".w2", ".w2.weight")))
         late = sum(t.gathered_elements for t in tensors if not IN_ATTENTION.search(t.name))
-        if not self.fsdp:
-            return ModuleParameters(
-                gathered=0,
-                buffer=0,
-                gradients=master * elements,
-                first_gradients=master * first,
-                late_gradients=master * late,
-                accumulated=master * elements,
-                reduced=(),
-                sharded=sharded,
-            )
-        in_float8 = {
-            tensor.name
-            for tensor in tensors
-            if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
-        }
-        # A rank that is alone reduces in place: the input becomes the gradients of the shards.
-        copied = reduce if self.job.fsdp_ranks > 1 else 0.0
-        sizes = (BYTES["float8"] if t.name in in_float8 else compute for t in tensors)
-        gathered = sum(size * padded[t.name] for size, t in zip(sizes, tensors, strict=True))
+        # Without FSDP, gradients are those of the parameters themselves.
+        computed = compute if self.fsdp else master
+        held = 0 if self.activations.offloads else sum(t.held_elements for t in tensors)
+        gathered = 0.0
+        reduced = []
+        for group in groups if self.fsdp else ():
+            padded = 0
+            for tensor in group:
+                # FSDP pads shards to the first one's length.
+                shards = layout.expert_shards if tensor.spec.is_expert else layout.parameter_shards
+                narrow = (
+                    tensor.spec.is_matrix
+                    and tensor.spec.module in self.activations.gathered_in_float8
+                )
+                gathered += tensor.held_elements * shards * (BYTES["float8"] if narrow else compute)
+                padded += tensor.held_elements * shards
+            # A rank that is alone reduces in place: the input becomes the gradients of the shards.
+            copied = reduce if self.job.fsdp_ranks > 1 else 0.0
+            if group:
+                reduced.append(copied * padded)
         return ModuleParameters(
             gathered=gathered,
             buffer=gathered if layout.parameter_shards > 1 else 0,
-            gradients=compute * elements,
-            first_gradients=compute * first,
-            late_gradients=compute * late,
-            accumulated=reduce * elements,
-            reduced=tuple(copied * sum(padded[t.name] for t in group) for group in groups if group),
-            sharded=sharded,
+            gradients=computed * elements,
+            first_gradients=computed * first,
+            late_gradients=computed * late,
+            accumulated=(reduce if self.fsdp else master) * elements,
+            reduced=tuple(reduced),
+            sharded=float(master * held),
         )
 
     @cached_property
@@ -499,7 +494,7 @@ class RankStep:
         self.parameters = parameters
         self.passes = passes
         made = {
-            stage: StageMemory(job, parameters, stage, prices, joint_ends=joint_ends)
+            stage: StageMemory(job, parameters.modules[stage], stage, prices, joint_ends=joint_ends)
             for stage in set(equal.values())
         }
         self.stages = {stage: made[first] for stage, first in equal.items()}
@@ -508,8 +503,8 @@ class RankStep:
         self.fsdp = job.uses_fsdp
         self.apart = kinds_apart(job)
         self.pipelined = job.parallelism.pp > 1
-        self.offloaded = job.parallelism.cpu_offload and not self.cpu
-        self.gradients = 0.0 if self.offloaded else float(parameters.gradient_bytes)
+        self.offloaded = prices.offloads
+        self.gradients = 0.0 if self.offloaded else float(parameters.parameter_bytes)
 
     def memory(self) -> RankMemory:
         moments = list(self._moments())
@@ -524,7 +519,7 @@ class RankStep:
                 fragmented -= self.gradients
             kinds["runtime"] += FRAGMENTATION * fragmented + 2 * CUBLAS_WORKSPACE
             allocated += 2 * CUBLAS_WORKSPACE  # torch allocates them as tensors
-        return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
+        return RankMemory(self.parameters.pp_rank, tuple(self.stages), kinds, allocated)
 
     def _as_reserved(self, moment: Bytes) -> Bytes:
         """Convert a moment to the displayed kinds, with the memory that CUDA's allocator reserves per stream.

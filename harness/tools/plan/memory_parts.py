@@ -47,6 +47,8 @@ class ActivationBytes(Memo):
         self.cpu = on_cpu(job)
         layout = job.parallelism
         self.repeats_keys = repeats_keys
+        self.offloads = layout.cpu_offload and not self.cpu
+        """Whether shards, their gradients and the optimizer's state are in the host's memory."""
         self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
         """Tokens of one microbatch on a rank, before tensor parallel shards them."""
         stream = layout.tp if layout.uses_sequence_parallel else 1

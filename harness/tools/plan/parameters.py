@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -114,54 +114,25 @@ class HeldModule(Memo):
 
 
 class RankParameters:
-    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank.
+    """Parameters and optimizer state of the fullest rank of a pipeline rank.
 
-    ``modules`` are those of each stage by name, in the model's order; ``specs`` the tensors by
-    module.
+    ``modules`` are those of each stage by name, in the model's order.
     """
 
     def __init__(
-        self,
-        pp_rank: int,
-        modules: dict[int, dict[str, HeldModule]],
-        master_bytes: int,
-        specs: Mapping[str, list[TensorSpec]],
+        self, pp_rank: int, modules: dict[int, dict[str, HeldModule]], master_bytes: int
     ) -> None:
         self.pp_rank = pp_rank
         self.modules = modules
-        self.specs = specs
-        self.stages = tuple(modules)
         self.held_modules = list(chain.from_iterable(stage.values() for stage in modules.values()))
         """The modules of all its stages, with the names of the first of equal blocks."""
         self.held = sum(module.held for module in self.held_modules)
         """Number of parameters in its shards, without buffers."""
         self.largest = max(module.largest for module in self.held_modules)
-        self.parameter_bytes = self.gradient_bytes = self.held * master_bytes
+        self.parameter_bytes = self.held * master_bytes
+        """Bytes of its parameters; their gradients take as many."""
         self.buffer_bytes = sum(module.buffer_bytes for module in self.held_modules)
         self.optimizer_bytes = sum(module.optimizer_bytes for module in self.held_modules)
-
-    @cached_property
-    def tensors(self) -> tuple[HeldTensor, ...]:
-        """Parameters and buffers of all its stages, in the model's order."""
-        named = chain.from_iterable(modules.items() for modules in self.modules.values())
-        return tuple(
-            replace(tensor, spec=spec, group=_renamed(tensor.group, module.name, name))
-            for name, module in named
-            for tensor, spec in zip(module.tensors, self.specs[name], strict=True)
-        )
-
-    def groups(self, stage: int) -> dict[str, list[HeldTensor]]:
-        """The parameters of a stage by FSDP group, in the order of forward; equal blocks share a list."""
-        groups: dict[str, list[HeldTensor]] = {}
-        for name, module in self.modules[stage].items():
-            for group, held in module.groups.items():
-                own = _renamed(group, module.name, name)
-                groups[own] = [*groups[own], *held] if own in groups else held
-        return groups
-
-
-def _renamed(group: str, old: str, new: str) -> str:
-    return group if old == new else new + group.removeprefix(old)
 
 
 @of_one_model
@@ -232,7 +203,7 @@ def parameters_of(job: Job, pp_rank: int) -> RankParameters:
         }
         for stage in stages_of_rank(layout, model.n_layers, pp_rank)
     }
-    return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype], known.specs)
+    return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype])
 
 
 def held_groups(job: Job, names: Iterable[str]) -> dict[str, list[HeldTensor]]:

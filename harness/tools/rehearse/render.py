@@ -210,7 +210,7 @@ def memory_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
     memory = plan.memory[figures.pp_rank]
     planned = {
         "parameters": memory.kinds["parameters"],
-        "gradients": parameters_of(plan.job, figures.pp_rank).gradient_bytes,
+        "gradients": parameters_of(plan.job, figures.pp_rank).parameter_bytes,
         "optimizer": memory.kinds["optimizer"],
         "allocated": memory.allocated,
         "reserved": memory.peak,

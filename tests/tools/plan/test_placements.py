@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -44,7 +45,10 @@ def check_rank(job: Job, planned: RankMemory, names: Counter[str]) -> None:
     parts = build_on_meta(job, mesh, CPU)
     named = [pair for part in parts for pair in part.named_parameters()]
     names.update(name for name, _ in named)
-    by_name = {tensor.name: tensor for tensor in held.tensors if not tensor.spec.is_buffer}
+    by_name = {}
+    for name, module in chain.from_iterable(stage.items() for stage in held.modules.values()):
+        # Equal blocks share the module of the first.
+        by_name |= {t.name.replace(module.name, name, 1): t for t in module.tensors}
     for name, parameter in named:
         tensor, local = by_name[name], parameter
         if isinstance(parameter, DTensor):
