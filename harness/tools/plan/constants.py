@@ -221,13 +221,10 @@ class Calibration:
             raise UserError(f"{where}: is not a file; {works}")
         try:
             plain = parse_object(Path(path).read_bytes())
-            if isinstance(own := plain.get("constants"), dict):
-                own.setdefault("hgx", 1.0)  # earlier versions had it in matmul and float8
             read: Calibration = from_dict(Calibration, loads(dumps(plain)))  # "inf" is text there
-            if "grouped" not in plain["constants"]:
-                # It has fractions of the data sheet's peak in place of fractions of achieved
-                # speeds.
-                raise ValueError("an earlier version wrote it for a GPU")
+            # An earlier version fitted the others without it: its default would count twice.
+            if missing := sorted(asdict(read.constants).keys() - plain["constants"].keys()):
+                raise ValueError(f"lacks {', '.join(missing)}; another version wrote it")
             check_rules(read)
             return read
         except FileNotFoundError:

@@ -37,7 +37,6 @@ from harness.tools.plan.parameters import (
     HeldModule,
     HeldTensor,
     Memo,
-    RankParameters,
     held_groups,
     parameters_of,
 )
@@ -133,8 +132,7 @@ class StageMemory:
         held: Mapping[str, HeldModule],
         stage: int,
         activations: ActivationBytes,
-        *,
-        joint_ends: bool = False,
+        joint_ends: bool,
     ) -> None:
         layout = job.parallelism
         self.job = job
@@ -427,17 +425,9 @@ def ranks_in_turn(job: Job, software: Software | None, known: Memo) -> Iterator[
     ``known`` keeps what jobs with the same pipeline share.
     """
     software = software or Software()
-    layout = job.parallelism
-    n_layers = job.model.n_layers
-    prices = ActivationBytes(job, repeats_keys=software.repeats_keys)
-    pipeline = (layout.pp, layout.pp_schedule, layout.pp_layers_per_stage, job.microbatches)
-    for pp_rank in range(layout.pp):
-        held = parameters_of(job, pp_rank)
-        equal = equal_stages(job, held)
-        order = passes_of_rank(layout, n_layers, job.microbatches, pp_rank)
-        find = partial(fullest, order, equal, keeps_outputs=software.keeps_outputs)
-        passes = known.once((pp_rank, *pipeline, *equal.items()), find)
-        yield RankStep(job, held, prices, equal, passes, joint_ends=software.joint_ends).memory()
+    activations = ActivationBytes(job, repeats_keys=software.repeats_keys)
+    for pp_rank in range(job.parallelism.pp):
+        yield RankStep(job, pp_rank, activations, software, known).memory()
 
 
 def memory_limit(job: Job, device: Accelerator | None) -> float | None:
@@ -462,49 +452,41 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
 
 
-def equal_stages(job: Job, parameters: RankParameters) -> dict[int, int]:
-    """Return for each stage of a rank the first stage with the same modules: both need the same memory."""
-    # With selective_layer the memory of a block depends on its number.
-    by_layer = job.activation_checkpoint.mode == "selective_layer"
-    first: dict[object, int] = {}
-    return {
-        stage: stage if by_layer else first.setdefault((stage > 0, *modules.values()), stage)
-        for stage, modules in parameters.modules.items()
-    }
-
-
 class RankStep:
-    """One pipeline rank's step.
-
-    ``equal`` are its ``equal_stages``, which share their memory; ``passes`` are the fullest of a
-    local batch.
-    """
+    """One pipeline rank's step. Equal stages share their memory, those of other ranks too."""
 
     def __init__(
-        self,
-        job: Job,
-        parameters: RankParameters,
-        prices: ActivationBytes,
-        equal: Mapping[int, int],
-        passes: Sequence[Moment],
-        *,
-        joint_ends: bool = False,
+        self, job: Job, pp_rank: int, activations: ActivationBytes, software: Software, known: Memo
     ) -> None:
+        layout = job.parallelism
         self.job = job
-        self.parameters = parameters
-        self.passes = passes
-        made = {
-            stage: StageMemory(job, parameters.modules[stage], stage, prices, joint_ends=joint_ends)
-            for stage in set(equal.values())
-        }
-        self.stages = {stage: made[first] for stage, first in equal.items()}
-        self.numbers = Counter(equal.values())
+        self.pp_rank = pp_rank
+        self.parameters = parameters_of(job, pp_rank)
         self.cpu = on_cpu(job)
         self.fsdp = job.uses_fsdp
         self.apart = kinds_apart(job)
-        self.pipelined = job.parallelism.pp > 1
-        self.offloaded = prices.offloads
-        self.gradients = 0.0 if self.offloaded else float(parameters.parameter_bytes)
+        self.pipelined = layout.pp > 1
+        self.offloaded = activations.offloads
+        self.gradients = 0.0 if self.offloaded else float(self.parameters.parameter_bytes)
+        # With selective_layer the memory of a block depends on its number.
+        by_layer = job.activation_checkpoint.mode == "selective_layer"
+        first: dict[object, int] = {}
+        equal = {}
+        self.stages = {}
+        for stage, held in self.parameters.modules.items():
+            key = stage if by_layer else (stage > 0, *held.values())
+            equal[stage] = first.setdefault(key, stage)
+            make = partial(StageMemory, job, held, stage, activations, software.joint_ends)
+            self.stages[stage] = activations.once(key, make)
+        self.numbers = Counter(equal.values())
+        """How many stages are like each of the first ones."""
+
+        def find() -> list[Moment]:
+            order = passes_of_rank(layout, job.model.n_layers, job.microbatches, pp_rank)
+            return fullest(order, equal, keeps_outputs=software.keeps_outputs)
+
+        pipeline = (layout.pp, layout.pp_schedule, layout.pp_layers_per_stage, job.microbatches)
+        self.passes = known.once((pp_rank, *pipeline, *equal.items()), find)
 
     def memory(self) -> RankMemory:
         moments = list(self._moments())
@@ -519,7 +501,7 @@ class RankStep:
                 fragmented -= self.gradients
             kinds["runtime"] += FRAGMENTATION * fragmented + 2 * CUBLAS_WORKSPACE
             allocated += 2 * CUBLAS_WORKSPACE  # torch allocates them as tensors
-        return RankMemory(self.parameters.pp_rank, tuple(self.stages), kinds, allocated)
+        return RankMemory(self.pp_rank, tuple(self.stages), kinds, allocated)
 
     def _as_reserved(self, moment: Bytes) -> Bytes:
         """Convert a moment to the displayed kinds, with the memory that CUDA's allocator reserves per stream.
@@ -555,20 +537,17 @@ class RankStep:
         rows = job.global_batch_size // job.parallelism.data_parallel
         length = job.training.seq_len / job.parallelism.cp
         buffers = held.buffer_bytes + len(self.stages) * 4 * length * job.model.rotated_width
+        # The stages' receive buffers, for all microbatches (PipelineStage, args_recv_info).
+        boundaries = 0.0
+        if self.pipelined:
+            boundaries += sum(stage.boundary for index, stage in self.stages.items() if index > 0)
+            boundaries += sum(s.boundary for s in self.stages.values() if not s.has_head)
         return {
             "parameters": buffers + (0 if self.offloaded else held.parameter_bytes),
             "optimizer": 0.0 if self.offloaded else held.optimizer_bytes,
             "activations": rows * costs_of(job.model).sample_bytes(job.model, job.training.seq_len),
-            "communication": self._boundaries(),
+            "communication": job.microbatches * boundaries,
         }
-
-    def _boundaries(self) -> float:
-        """Bytes of the stages' receive buffers, for all microbatches (PipelineStage, args_recv_info)."""
-        if not self.pipelined:
-            return 0.0
-        entering = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
-        returning = sum(stage.boundary for stage in self.stages.values() if not stage.has_head)
-        return self.job.microbatches * (entering + returning)
 
     def _pass(self, always: Bytes, number: int, *, last: bool) -> Iterator[Bytes]:
         scatters = self.fsdp and (self.job.parallelism.parameter_shards > 1 or self.pipelined)
@@ -588,7 +567,14 @@ class RankStep:
             )
             gathered = self._gathered({each: counts["ran", each] for each in self.numbers})
             base = {"gathered": gathered, "gradients": sum(gradients), "shards": sharded_before}
-            kept = plus(always, base, *self._waiting(counts))
+            kept = plus(always, base)
+            # What microbatches keep: before their backward, before its second half, and after it.
+            for each in self.numbers:
+                waiting = self.stages[each]
+                kinds = {"F": waiting.kept, "I": waiting.kept_for_weights, "left": waiting.left}
+                for done, saved in kinds.items():
+                    count = counts.get((done, each), 0)
+                    kept = plus(kept, {kind: count * size for kind, size in saved.items()})
             peaks = stage.forward
             if moment.kind != "F":
                 earlier = after if moment.again else before
@@ -601,18 +587,6 @@ class RankStep:
             reduction = {"gathered": self._gathered(self.numbers), "gradients": accumulated}
             reducing = max(stage.reduction for stage in self.stages.values())
             yield plus(always, reduction, {"shards": sharded_before, "reducing": reducing})
-
-    def _waiting(self, counts: dict[tuple[str, int], int]) -> Iterator[Bytes]:
-        """Yield what microbatches keep: before their backward, before its second half, and after it."""
-        for number in self.numbers:
-            stage = self.stages[number]
-            for done, saved in (
-                ("F", stage.kept),
-                ("I", stage.kept_for_weights),
-                ("left", stage.left),
-            ):
-                if count := counts.get((done, number), 0):
-                    yield {kind: count * size for kind, size in saved.items()}
 
     def _gathered(self, ran: Mapping[int, int]) -> float:
         """Bytes of gathered parameters that a pipeline rank holds at once; ``ran`` counts stages that ran."""

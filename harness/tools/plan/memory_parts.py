@@ -88,34 +88,25 @@ class ActivationBytes(Memo):
 
     def block(self, layer: int) -> PartBytes:
         """Bytes of a block, under the job's recomputation and compiler."""
-        key = block_kinds(self.job.model)[layer], self._is_recomputed(layer)
-        return self.once(key, lambda: self._block(layer))
+        covered = self.job.activation_checkpoint.covers(layer)
+        key = block_kinds(self.job.model)[layer], covered
+        return self.once(key, lambda: self._block(layer, covered))
 
-    def _is_recomputed(self, layer: int) -> bool:
-        how = self.job.activation_checkpoint
-        return how.mode != "none" and not (
-            how.mode == "selective_layer" and layer % how.every_nth_layer
-        )
-
-    def _block(self, layer: int) -> PartBytes:
+    def _block(self, layer: int, covered: bool) -> PartBytes:
         job = self.job
         declared = self.costs.block_activations(
             job.model, layer, job.training.seq_len, on_cpu=self.cpu
         )
         # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the
         # same tensors.
-        compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
+        compiled = job.compile.blocks and job.compile.backend != "eager"
         everything = self._without_recomputation(declared, layer, compiled=compiled)
-        recomputed = self._recomputed(declared, layer, compiled=compiled)
-        stream = self._stream()
-        partial = self._stream(ActivationSplit.PARTIAL)
         gradients = self.total(declared.backward, compiled=compiled)
         late = self.total(declared.late_backward, compiled=compiled) + self._ring()
-        if recomputed is None:
-            return PartBytes(
-                everything, everything + stream + partial, everything + gradients, late
-            )
-        kept, extra = recomputed
+        if not covered:
+            results = self._stream() + self._stream(ActivationSplit.PARTIAL)
+            return PartBytes(everything, everything + results, everything + gradients, late)
+        kept, extra = self._recomputed(declared, layer, compiled=compiled)
         forward = self.total(declared.forward, compiled=compiled)
         return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
 
@@ -160,75 +151,67 @@ class ActivationBytes(Memo):
 
     def _results(self, declared: PartActivations, layer: int) -> float:
         """Bytes of a compiled block's input, and of results of products that its backward reads."""
-        products = self._products(
-            replace(declared, products=declared.products[:-1]), layer, 1, compiled=True
-        )
-        saved = (*declared.choices, *declared.always_saved, *self._collectives(), *products)
-        return self._stream() + self.total(saved)
+        needed = replace(declared, products=declared.products[:-1])
+        results = self._saved_results(needed, layer, 1, compiled=True)
+        return self._stream() + self.total(declared.choices) + self.total(results)
 
     def _recomputed(
         self, declared: PartActivations, layer: int, *, compiled: bool
-    ) -> tuple[float, float] | None:
-        """Bytes that a recomputed block saves, and how many of these come in addition to recomputed tensors.
-
-        None if the block is not recomputed.
-        """
-        how = self.job.activation_checkpoint
-        if not self._is_recomputed(layer):
-            return None
+    ) -> tuple[float, float]:
+        """Bytes that a recomputed block saves, and those of them that its recomputation has not."""
+        ac = self.job.activation_checkpoint
         entering = self._stream()
-        choices = self.total(declared.choices)
-        if how.mode == "memory_budget":
+        if ac.mode == "memory_budget":
             # torch's partitioner fills a budget: a fraction between the minimum it has to save and
             # what it saves without recomputation. Below 1 it recomputes all that is not a result of
             # a product first (torch/_functorch/partitioners.py, choose_saved_values_set,
             # more_aggressive_options).
             everything = self._without_recomputation(declared, layer, compiled=True)
-            filled = entering + how.memory_budget * (everything - entering)
-            return min(
-                filled, self._results(declared, layer) if how.memory_budget < 1 else filled
-            ), 0.0
-        if how.mode != "selective_op":
+            filled = entering + ac.memory_budget * (everything - entering)
+            if ac.memory_budget < 1:
+                filled = min(filled, self._results(declared, layer))
+            return filled, 0.0
+        choices = self.total(declared.choices)
+        if ac.mode != "selective_op":
             return entering + choices, 0.0
         # In pieces both halves are recomputed, each from its own input.
         if compiled and self._in_pieces(layer):
             entering *= 2
-        products = self._products(declared, layer, how.save_every_nth_matmul, compiled=compiled)
-        saved = [*declared.always_saved, *self._collectives(), *products]
+        saved = self._saved_results(declared, layer, ac.save_every_nth_matmul, compiled=compiled)
         recomputed = {tensor.name for tensor in declared.kept}
         extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
-        return entering + self.total(declared.choices) + self.total(saved), extra
+        return entering + choices + self.total(saved), extra
 
     def _in_pieces(self, layer: int) -> bool:
         return self.job.parallelism.has_expert_mesh and self.job.model.has_experts(layer)
 
-    def _products(
+    def _saved_results(
         self, declared: PartActivations, layer: int, nth: int, *, compiled: bool
     ) -> list[SavedTensor]:
+        """Results that a block saves: of attention, of sums and exchanges, and of every n-th product."""
+        model = self.job.model
+        layout = self.job.parallelism
         halves = [declared.products]
         if compiled and self._in_pieces(layer):
             # Those of the router and of shared experts are inside of compiled pieces.
-            attention = tuple(
-                each for each in declared.products if not each.name.startswith("moe.")
-            )
-            halves = [attention, tuple(each for each in declared.products if each.name in GROUPED)]
-        kept = [each for half in halves for i, each in enumerate(half, 1) if nth and i % nth == 0]
-        if compiled and self.job.parallelism.tp > 1:
+            attention = [each for each in declared.products if not each.name.startswith("moe.")]
+            grouped = [each for each in declared.products if each.name in GROUPED]
+            halves = [tuple(attention), tuple(grouped)]
+        saved = [*declared.always_saved]
+        for half in halves if nth else ():
             # The compiler drops a summand whose sum is saved.
-            kept = [tensor for tensor in kept if tensor.cut is not ActivationSplit.PARTIAL]
-        return kept
-
-    def _collectives(self) -> list[SavedTensor]:
-        """Those that it saves: the results of sums and exchanges, but not of gathers."""
-        model = self.job.model
-        layout = self.job.parallelism
-        rows = model.moe.top_k * model.dim
-        sums = 2 if layout.tp > 1 else 0
-        saved = [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(sums)]
-        exchanges = 2 if layout.ep > 1 else 0
-        return saved + [
-            SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(exchanges)
-        ]
+            saved += (
+                product
+                for product in half[nth - 1 :: nth]
+                if not (compiled and layout.tp > 1 and product.cut is ActivationSplit.PARTIAL)
+            )
+        # Collectives, but not gathers.
+        if layout.tp > 1:
+            saved += [SavedTensor("sum", model.dim, ActivationSplit.STREAM)] * 2
+        if layout.ep > 1:
+            rows = model.moe.top_k * model.dim
+            saved += [SavedTensor("exchange", rows, ActivationSplit.ROUTED)] * 2
+        return saved
 
     def embedding(self) -> PartBytes:
         """Bytes of the modules before the blocks; their output is the first block's input."""

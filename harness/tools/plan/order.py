@@ -3,7 +3,7 @@
 Importing torch's pipelines takes two to three seconds, more than the rest of a plan. So orders are
 cached in ``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and only the first
 plan of a schedule imports torch. An order is a text with one line per rank, like ``0F0 0F1 0B0``; a
-search of layouts reads the beginning of two lines of most orders.
+search of layouts reads two lines of most orders.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,15 +23,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import xxhash
-
 from harness.config.parallelism import ParallelismConfig
 from harness.config.pipeline import SCHEDULES, num_stages, read_csv_schedule
 from harness.tools.plan.plan import Action
+from harness.util.files import write_atomically
 
 _version = lru_cache(version)
 # Version of the format of cached files.
-_FORMAT = 2
+_FORMAT = 3
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _Pass = tuple[int, str, int]
@@ -42,42 +41,35 @@ def pipeline_order(
     layout: ParallelismConfig, n_layers: int, microbatches: int
 ) -> list[list[Action]]:
     """Return the passes of every pipeline rank for one local batch, in order, without times."""
-    if layout.pp > 1 and layout.pp_schedule_csv is None:
-        stages = num_stages(layout, n_layers)
-        return [
-            list(row)
-            for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)
-        ]
-    return [list(passes_of_rank(layout, n_layers, microbatches, rank)) for rank in range(layout.pp)]
+    return [passes_of_rank(layout, n_layers, microbatches, rank) for rank in range(layout.pp)]
 
 
 def passes_of_rank(
     layout: ParallelismConfig, n_layers: int, microbatches: int, rank: int
-) -> Iterator[Action]:
-    """Yield the passes of one pipeline rank, in order."""
+) -> list[Action]:
+    """Return the passes of one pipeline rank, in order."""
     if layout.pp == 1:
-        passes = product(range(microbatches), "FB")
-        return (Action(0, kind, number) for number, kind in passes)
+        return [Action(0, kind, number) for number, kind in product(range(microbatches), "FB")]
     if layout.pp_schedule_csv is not None:
         rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
-        return (Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank])
-    lines = _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
-    return _actions(lines[rank])
+        return [Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank]]
+    stages = num_stages(layout, n_layers)
+    return _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches, rank)
 
 
-def _actions(line: str) -> Iterator[Action]:
-    return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in _CELL.finditer(line))
-
-
-@lru_cache(maxsize=16)  # the parts of a plan, and many layouts of a search, ask for the same one
-def _actions_of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
-    return [list(_actions(line)) for line in _of_torch(name, pp, stages, microbatches)]
+@lru_cache(maxsize=1024)  # the parts of a plan, and many layouts of a search, ask for the same one
+def _actions_of_torch(
+    name: str, pp: int, stages: int, microbatches: int, rank: int
+) -> list[Action]:
+    line = _of_torch(name, pp, stages, microbatches)[rank]
+    return [Action(int(cell[1]), cell[2], int(cell[3])) for cell in _CELL.finditer(line)]
 
 
 @dataclass(frozen=True)
 class Moment:
     """A pass of a rank, and the state of the rank without the microbatch of the pass."""
 
+    number: int
     stage: int
     kind: str
     again: bool
@@ -95,9 +87,11 @@ def fullest(
     A pass is left out if another one of its kind has at least as large counts. Moments name only
     the first of ``equal`` stages; ``keeps_outputs`` is that of ``Software``.
     """
-    counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
+    counted = ["ran", "gradients", "F", "I"]
+    if keeps_outputs:
+        counted.append("left")
     counts = {(what, stage): 0 for stage in equal.values() for what in counted}
-    found: dict[tuple[int, str, bool], dict[tuple[int, ...], tuple[int, Moment]]] = {}
+    found: dict[tuple[int, str, bool], dict[tuple[int, ...], Moment]] = {}
     ran = set[int]()
     again = set[int]()
     for number, action in enumerate(actions):
@@ -108,12 +102,13 @@ def fullest(
             counts["ran", stage] += 1
         if kind != "F":
             counts["I" if kind == "W" else "F", stage] -= 1
-        largest = found.setdefault((stage, kind, action.stage in again), {})
+        key = stage, kind, action.stage in again
+        largest = found.setdefault(key, {})
         now = tuple(counts.values())
         if now not in largest and not any(all(map(ge, other, now)) for other in largest):
             for less in [other for other in largest if all(map(le, other, now))]:
                 del largest[less]
-            largest[now] = number, Moment(stage, kind, action.stage in again, dict(counts))
+            largest[now] = Moment(number, *key, dict(counts))
         if kind in "FI":
             counts[kind, stage] += 1
             continue
@@ -122,8 +117,8 @@ def fullest(
         if action.stage not in again:
             again.add(action.stage)
             counts["gradients", stage] += 1
-    numbered = dict(chain.from_iterable(largest.values() for largest in found.values()))
-    return [numbered[number] for number in sorted(numbered)]
+    moments = chain.from_iterable(largest.values() for largest in found.values())
+    return sorted(moments, key=lambda moment: moment.number)
 
 
 def gathering_passes(actions: Sequence[Action]) -> set[Action]:
@@ -149,26 +144,15 @@ def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = caches / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{_version('torch')}"
     path = folder / f"{name}-{pp}-{stages}-{microbatches}"
-    text = _read(path)
-    if text is None:
-        ranks = _made_by_torch(name, pp, stages, microbatches)
-        text = "".join(
-            " ".join(f"{s}{kind}{i}" for s, kind, i in passes) + "\n" for passes in ranks
-        )
-        # The cache is optional, and the checksum tells a file that another process is writing.
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
-    return text.splitlines()
-
-
-def _read(path: Path) -> str | None:
-    """The text of an order; None if there is no file, or it is damaged."""
     try:
-        checksum, _, text = path.read_bytes().partition(b"\n")
+        return path.read_text().splitlines()
     except OSError:
-        return None
-    return text.decode() if xxhash.xxh3_64_hexdigest(text).encode() == checksum else None
+        ranks = _made_by_torch(name, pp, stages, microbatches)
+    lines = [" ".join(f"{s}{kind}{i}" for s, kind, i in passes) for passes in ranks]
+    with suppress(OSError):  # the cache is optional
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "\n".join(lines).encode())
+    return lines
 
 
 def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[_Pass]]:
@@ -237,17 +221,20 @@ def simulate(
     own forward, and the backward (for inputs) of the next stage; a backward for weights the one for
     inputs. Between ranks, inputs arrive ``send_seconds`` later.
     """
-    rank_of = _rank_of(order)
+    rank_of = dict[int, int]()
+    for rank, actions in enumerate(order):
+        rank_of |= {action.stage: rank for action in actions}
     # What a pass needs: the stage and kind of another one, and the seconds until its output
     # arrives.
     needs: dict[tuple[int, str], list[tuple[int, str, float]]] = {}
     for stage, rank in rank_of.items():
-        hops = {at: 0.0 if of == rank else send_seconds for at, of in rank_of.items()}
-        needs[stage, "F"] = [(stage - 1, "F", hops[stage - 1])] if stage else []
-        needs[stage, "I"] = [
-            (at, kind, hops[at]) for at, kind in ((stage, "F"), (stage + 1, "I")) if at in hops
-        ]
-        needs[stage, "W"] = [(stage, "I", 0.0)]
+        activation = [(stage - 1, "F")] if stage else []
+        gradient = [(stage + 1, "I")] if stage + 1 in rank_of else []
+        inputs = {"F": activation, "I": [(stage, "F"), *gradient], "W": [(stage, "I")]}
+        for kind, passes in inputs.items():
+            needs[stage, kind] = [
+                (at, of, 0.0 if rank_of[at] == rank else send_seconds) for at, of in passes
+            ]
     ended: dict[tuple[int, str, int], float] = {}
     timed: list[list[Action]] = [[] for _ in order]
     remaining = sum(map(len, order))
@@ -271,11 +258,3 @@ def simulate(
         if remaining == before:
             raise ValueError("the schedule deadlocks")
     return timed
-
-
-def _rank_of(order: list[list[Action]]) -> dict[int, int]:
-    """The pipeline rank of each stage."""
-    found: dict[int, int] = {}
-    for rank, actions in enumerate(order):
-        found |= dict.fromkeys((action.stage for action in actions), rank)
-    return found

@@ -13,13 +13,11 @@ from processes import python
 
 from harness.compose.composer import compose_job
 from harness.compose.verb import guarded
-from harness.config.parallelism import ParallelismConfig
 from harness.config.registry import Registry
 from harness.model.accounting import account
 from harness.tools.plan import costs, evidence
 from harness.tools.plan.costs import Costs, costs_of
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.order import _read, pipeline_order
 from harness.tools.plan.plan import KINDS, PARTS, Action, Evidence, Plan, RankMemory, Speed, Traffic
 from harness.tools.plan.render import as_dict, render
 from harness.tools.plan.verb import VERB
@@ -287,22 +285,6 @@ def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(
     assert planned(cache, "parallelism=pp") == ("0 False", text)
     assert planned(tmp_path, "parallelism=fsdp")[0] == "0 False"
     assert not any(tmp_path.iterdir())
-
-
-def test_a_damaged_order_is_not_used(first: Any) -> None:
-    [kept] = first[0].rglob("1F1B-2-2-8")
-    made = _read(kept)
-    assert made is not None
-    assert pipeline_order(ParallelismConfig(pp=2), 6, 8) == [
-        [Action(int(cell[0]), cell[1], int(cell[2:])) for cell in line.split()]
-        for line in made.splitlines()
-    ]
-    whole, swapped = kept.read_text(), made.replace("0F0 0F1", "0F1 0F0")
-    assert swapped != made
-    for text in ("", "0F0", whole[:-4], whole.replace("0B7", "0B?"), whole.replace(made, swapped)):
-        kept.with_name("part").write_text(text)
-        assert _read(kept.with_name("part")) is None
-    assert _read(kept.with_name("none")) is None
 
 
 def test_phases_of_scheduled_sizes() -> None:
