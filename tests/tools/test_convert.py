@@ -24,13 +24,12 @@ from torch import Tensor
 
 from harness.checkpoint.catalog import CheckpointFolder, encode_manifest, open_checkpoint
 from harness.checkpoint.storage import HashingStream, Writer
-from harness.compose.composer import compose_job
 from harness.compose.verb import guarded
 from harness.config.data import TokenizerConfig
 from harness.config.model import ModelConfig
 from harness.contrib.formats.torchtitan import read_torchtitan
 from harness.model.spec import parameter_shapes, tensor_shapes
-from harness.tools.convert import VERB, ConvertJob, convert, model_manifest
+from harness.tools.convert import VERB, model_manifest
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, UserError
 from harness.weights import source as sources
 from harness.weights.config_json import hf_config
@@ -470,27 +469,6 @@ def test_existing_targets(copy, tmp_path):
     run(copy, tmp_path / "new" / "deep" / "step-0", *TINY)
     with pytest.raises(UserError, match=r"file\.pt is not a folder; would work: "):
         run(copy, file / "step-0", *TINY)
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("", "convert.source=null: must be given"),
-        ("source=x", "convert.target=null: must be given"),
-        ("source=x target=s3://y", "convert.target=s3://y: is not a local path"),
-        ("source={}/nowhere target=y", "convert.source={}/nowhere: no such folder"),
-        ("source={}/file.pt target=y", "is a file, must be a folder"),
-        ("source={}/empty target=y", "holds no weights; would work: a folder with"),
-        ("source={}/run target=y", "none of its 1 checkpoints is complete"),
-    ],
-)
-def test_mistakes(typed, says, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file.pt").touch()
-    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
-    overrides = [f"convert.{each}" for each in typed.format(tmp_path).split()]
-    with pytest.raises(UserError, match=re.escape(says.format(tmp_path))):
-        convert(compose_job(overrides, config_name="convert", schema=ConvertJob), overrides)
 
 
 def command(source: Path, target: Path, *typed: str) -> int:

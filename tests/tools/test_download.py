@@ -205,27 +205,6 @@ os.kill(os.getpid(), signal.SIGTERM)
     assert python("-c", program).returncode == EXIT_INTERRUPTED
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("", "repo=null: must be given; would work: Qwen/Qwen3-8B"),
-        (
-            "repo=a/b what=tokens",
-            "what=tokens: no such files; would work: one or a list of tokenizer, ",
-        ),
-        (
-            "repo=a/b what=[config,weight]",
-            "what=[config,weight]: no such files; would work: one or a list",
-        ),
-        ("repo=a/b what=[]", "what=[]: no such files"),
-        ("repo=a/b revision=''", "revision='': must be given; would work: main"),
-        ("repo=a/b model=llama3_8b", "model=llama3_8b: no such field; "),
-    ],
-)
-def test_mistakes(typed, says):
-    assert says in refused(*typed.split())
-
-
 def test_files_of_each_kind():
 
     def chosen(what: Any, *listed: str) -> list[str]:

@@ -115,14 +115,7 @@ def test_a_checkpoint_folder_outside_of_the_run_folder(tmp_path, capsys):
     assert "elsewhere/step-4: ok" in capsys.readouterr().out
 
 
-def test_mistakes(tmp_path, capsys):
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "a" / "foreign"), no_dist=True)
-    for typed, says in (
-        ([tmp_path], "there is no checkpoint; would work: "),
-        ([], "FOLDER; would work: "),
-        (["--nwest", tmp_path], "error: --nwest: no such flag; did you mean --newest?\n"),
-        ([tmp_path / "a" / "foreign"], "there are no checksums to compare with"),
-    ):
-        assert run(*typed) == EXIT_USER
-        said = capsys.readouterr().err
-        assert says in said and said.count("\n") == 1
+def test_a_foreign_checkpoint_has_no_checksums(tmp_path, capsys):
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert run(tmp_path) == EXIT_USER
+    assert "there are no checksums to compare with" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from jobs import train
 from harness.launch.rows import load
 from harness.run.result import EVALUATIONS, newest
 from harness.tools.inference.evaluate import append
-from harness.tools.report.runs import report_runs, tables_beside
+from harness.tools.report.runs import report_runs
 from harness.util.tables import Table
 
 
@@ -23,19 +23,6 @@ def test_newest(tmp_path):
     with (tmp_path / EVALUATIONS).open("a") as file:
         file.write('{"task": "da')
     assert newest(tmp_path) == {"evaluation.data.loss": 2.0, "evaluation.q.acc": 0.5}
-
-
-def test_markdown():
-    rows = [{"loss": 1.0}, {"evaluation.q.acc": 0.5, "evaluation.q.examples": 4}]
-    rows = [
-        {"point": name, "state": "completed", **row} for name, row in zip("ab", rows, strict=True)
-    ]
-    assert tables_beside(rows[:1]) == []
-    [table] = tables_beside(rows)
-    assert ([each.heading for each in table.shown], table.cells()) == (
-        ["run", "q.acc"],
-        [["b", "0.5000"]],
-    )
 
 
 def test_report_has_the_newest_evaluations(tmp_path):

@@ -90,29 +90,6 @@ def test_differing_numerics_and_no_pictures(
     assert "The numerics of runs differ (optimizer.lr): compare losses as well as speed." in text
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        (["--smooth", "0"], "--smooth=0: must be at least 1; would work: --smooth 1"),
-        (["--fits", "--smooth", "3"], "--smooth: has no effect on a report of fits; would work: a"),
-        (
-            ["--hold-out", "0"],
-            "--hold-out: has no effect on a report of runs; would work: a report",
-        ),
-        (["phases", "--fits"], "--fits: has no effect on a report of phases; would work: a report"),
-    ],
-)
-def test_flags_without_effect_are_refused(
-    typed,
-    says,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
-    assert run(monkeypatch, tmp_path, *typed) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_a_calibration_beside_the_rows_applies(tmp_path, plan_with):
     here, other = Calibration(Constants(), source="here"), Calibration(Constants(), source="other")
     here.write(str(tmp_path / CALIBRATION))

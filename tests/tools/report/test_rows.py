@@ -6,8 +6,6 @@ import json
 import math
 import shlex
 import shutil
-import statistics
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,25 +95,17 @@ def test_names_are_no_html(tmp_path):
         assert "&lt;" in text and "<script" not in text and "</" not in text and "<img" not in text
 
 
-def test_runs_without_a_sweep_are_found_too(tmp_path):
-    folder = make_sweep(tmp_path)
-    (folder / "sweep.jsonl").unlink()
-    [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
-    shutil.copytree(run, run / "attempts" / "1")
-    assert len(load(folder)) == len(load(tmp_path)) == 4
-    [row] = load(run)
-    assert row["id"] == run.name
-    assert row["measured.tokens_per_second_per_rank"] > 0
-
-
 def test_the_folder_of_a_run_on_slurm_is_one_run(tmp_path):
     """``slurm/job.json`` is not a job of the harness."""
     folder = make_sweep(tmp_path)
     (folder / "sweep.jsonl").unlink()
     [run, *_] = sorted(path for path in folder.iterdir() if path.is_dir())
+    shutil.copytree(run, run / "attempts" / "1")
     SlurmJobRecord("x", None, "5").write(run)
-    for where, count in ((run, 1), (folder, 4), (tmp_path, 4)):
+    for where, count in ((folder, 4), (tmp_path, 4)):
         assert len(load(where)) == count
+    [row] = load(run)
+    assert row["id"] == run.name and row["measured.tokens_per_second_per_rank"] > 0
     # A name may be a path.
     shutil.copytree(folder, tmp_path / "group" / "of" / "runs")
     assert len(load(tmp_path)) == 8
@@ -131,12 +121,10 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path):
     world = first.job.world_size
     row = {**result(first.job, 1.0), "window": window.summary()}
     write_result(first.run_dir, row)
-    rates = sorted(4096 / seconds for seconds in (2.0, 2.1, 2.2, 2.4, 30.0))
-    deciles = statistics.quantiles(rates, n=10, method="inclusive")
     [own] = [each for each in load(folder) if each.get("id") == first.id]
     assert own["measured.tokens_per_second_per_rank"] == pytest.approx(5 * 4096 / 38.7 / world)
-    assert own["measured.low"] == pytest.approx(deciles[0] / world) and own["measured.low"] > 0
-    assert own["measured.high"] == pytest.approx(deciles[-1] / world)
+    assert own["measured.low"] == pytest.approx(row["window"]["tokens_per_second_p10"] / world)
+    assert own["measured.high"] == pytest.approx(row["window"]["tokens_per_second_p90"] / world)
     points = SweepFolder(folder).points()
     seen = read_states([point.run_dir for point in points])
     of_sweep = {each.run_dir.name: (each.facts or {})[RATE] for each in seen}
@@ -376,31 +364,3 @@ def test_what_a_picture_of_losses_leaves_out(losses, above, tmp_path, monkeypatc
     assert [text.get_text() for text in axis.texts] == ([] if above is None else [above])
     outside = sum(value > axis.get_ylim()[1] for run in losses for value in run)
     assert outside == int((above or "0").split()[0])
-
-
-def test_a_plot_has_room_for_long_names(tmp_path, monkeypatch):
-    leave_run(tmp_path / "runs", "model=llama3_tiny")
-    [row] = load(tmp_path / "runs")
-    names = [
-        " ".join(f"a_long_field_{n}=value_{n}" for n in range(6, 6 + count)) for count in (8, 2, 1)
-    ]
-    figures = []
-    save = plots.save
-
-    def keep(figure: Any, path: Path) -> None:
-        save(figure, path)
-        figure.draw_without_rendering()  # positions were those at the saved resolution
-        figures.append(figure)
-
-    monkeypatch.setattr(plots, "save", keep)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert plots.bars(
-            tmp_path / "runs.png", "t", names, [row, {**row, "state": "pending"}, row]
-        )
-    [figure] = figures
-    for label in figure.axes[0].get_yticklabels():
-        box = label.get_window_extent()
-        assert box.x0 >= 0 and box.y0 >= 0 and box.y1 <= figure.bbox.y1
-    # The bars have most of the width.
-    assert sum(axis.get_window_extent().width for axis in figure.axes) > 0.5 * figure.bbox.width

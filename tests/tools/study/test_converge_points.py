@@ -62,10 +62,3 @@ def test_an_invalid_technique_is_skipped_with_its_error():
     ]
     assert not skipped.runs
     assert skipped.skipped.startswith("parallelism.tp=3: must divide")
-
-
-def test_no_run_folder_is_shared(tmp_path):
-    """The seed is part of the job, so the name of a technique need not be."""
-    techniques = composed(f"runs_dir={tmp_path}", "converge.only=[pp_gpipe,pp_1f1b]")
-    folders = [run.job.run_dir for each in techniques.values() for run in each.runs.values()]
-    assert len(set(folders)) == len(folders) == 6
