@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from harness.config.job import Job
@@ -30,7 +31,7 @@ from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.memory import memory_limit, ranks_in_turn
-from harness.tools.plan.parameters import Memo
+from harness.tools.plan.parameters import BYTES, Memo, parameters_of
 from harness.tools.plan.plan import Plan, RankMemory
 from harness.tools.plan.space import Key, LayoutPoint, Space
 from harness.util.errors import ConfigError, UserError
@@ -132,6 +133,8 @@ class Search:
         default_factory=lambda: defaultdict(list)
     )
     """Points that did not fit, by family: rows, saved activations, bytes too many."""
+    _by_held: list[tuple[float, LayoutPoint]] = field(default_factory=list)
+    """The smallest point of each family that cannot hold its parameters, and the least bytes it lacks."""
     _passes: Memo = field(default_factory=Memo)
 
     @property
@@ -233,11 +236,9 @@ class Search:
             for seconds, point in estimated:
                 if not self._may_matter(seconds, point):
                     self.slower += 1
-                elif lacks := self._known_shortfall(point, least[point.family]) or self._plan(
-                    point
-                ):
+                elif self._known_shortfall(point, least[point.family]) or self._plan(point):
                     self.too_large += 1
-                    self.closest = min(self.closest or (math.inf, point), (lacks, point))
+        self._measure_closest()
         as_fast = sum(each.order[0] <= self.best[-1].order[0] for each in self.fitting)
         self.tied = as_fast - len(self.best)
         self.slower += len(self.fitting) - as_fast
@@ -260,6 +261,10 @@ class Search:
         """Bytes that a point lacks at least, by others of its family; 0 if it may fit."""
         if point.family not in self._known:
             self._known[point.family] = []
+            if lacks := self._held_shortfall(least):
+                self._known[point.family].append((least.rows, least.saved, lacks))
+                self._by_held.append((lacks, least))
+                return lacks
             # Its first rank is enough: of a family that fits, all ranks would be computed for nothing.
             # The smallest passes may be illegal: then other points say what fits.
             with suppress(ConfigError):
@@ -268,6 +273,33 @@ class Search:
             if rows <= point.rows and saved <= point.saved:
                 return lacks
         return 0.0
+
+    def _measure_closest(self) -> None:
+        """Compute the memory of excluded points, as long as one may be the closest."""
+        for held, point in sorted(self._by_held, key=itemgetter(0)):
+            if self.closest is not None and held >= self.closest[0]:
+                break
+            try:
+                self._memory(point, point.legal_job(self.space.base), ranks=1)
+            except ConfigError as error:
+                self._count_illegal(error)
+
+    def _held_shortfall(self, point: LayoutPoint) -> float:
+        """Bytes that a point lacks at least, by what its first rank holds at the end of a step; no passes."""
+        job = point.job_unchecked(self.space.base)
+        limit = memory_limit(job, device_of(job))
+        if limit is None or job.parallelism.cpu_offload:
+            return 0.0
+        held = parameters_of(job, 0)
+        size = 2 * held.parameter_bytes + held.optimizer_bytes  # gradients are as large
+        if point.pp > 1 and job.fsdp_ranks > 1:
+            # A pipeline sums up unsharded gradients.
+            parameters = chain.from_iterable(
+                chain.from_iterable(module.groups.values()) for module in held.held_modules
+            )
+            unsharded = sum(tensor.gathered_elements for tensor in parameters)
+            size += unsharded * BYTES[job.precision.reduce_dtype]
+        return max(0.0, size - (1 - self.headroom) * limit)
 
     def _memory(
         self, point: LayoutPoint, job: Job, ranks: int | None = None
@@ -282,8 +314,11 @@ class Search:
         for memory in islice(ranks_in_turn(job, software, self._passes), ranks):
             memories.append(memory)
             if memory.peak > usable:
-                known.append((point.rows, point.saved, memory.peak - usable))
-                return memory.peak - usable, memories
+                lacks = memory.peak - usable
+                known.append((point.rows, point.saved, lacks))
+                if self.closest is None or lacks < self.closest[0]:
+                    self.closest = lacks, point
+                return lacks, memories
         return 0.0, memories
 
     def _plan(self, point: LayoutPoint) -> float:
