@@ -39,16 +39,16 @@ BUDGETS = {
     "parallelism": 18_600,
     "optimizer": 9_300,
     "checkpoint": 14_120,
-    "weights": 20_700,
+    "weights": 20_650,
     "train": 23_700,
     "compose": 19_140,
     "launch": 29_600,
     "tools": 99_630,
-    "contrib": 30_830,
+    "contrib": 30_020,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 374_080
-TESTS_AT_MOST = 263_190
+HARNESS_AT_MOST = 373_220
+TESTS_AT_MOST = 262_620
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {

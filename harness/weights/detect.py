@@ -20,7 +20,7 @@ from harness.checkpoint.catalog import (
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import LABEL
 from harness.config.job import Job, from_dict
-from harness.config.model import FAMILIES, ModelConfig, named_fields
+from harness.config.model import ModelConfig, named_fields
 from harness.config.registry import WEIGHT_FORMATS, load_attribute
 from harness.util.errors import ConfigError, UserError
 from harness.weights.config_json import model_node
@@ -182,12 +182,6 @@ def open_source(
 ) -> WeightSource:
     """Open weights; quantized ones are read as ``dequantized``."""
     if found.kind == "hf":
-        original = FAMILIES[model.family].original
-        source: WeightSource | None = (
-            load_attribute(original)(Path(found.path), model) if original else None
-        )
-        if source is not None:
-            return source
         import torch
 
         from harness.weights.huggingface import HuggingFaceSource

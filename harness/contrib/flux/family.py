@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from typing import Any
 
 from harness.config.model import ModelConfig
 from harness.contrib.flux.config import PATCH, flux_of
 from harness.model.spec import tensor_shapes
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import ConfigError
 from harness.weights.families.core import ConfigField, Family, Names, TensorMapping, TensorSlot
-from harness.weights.hf_tensors import DTYPES, check_tensors
-from harness.weights.source import TensorFacts
 
 MLP_RATIO = 4
 NORM_EPS = 1e-6
@@ -196,127 +189,4 @@ FLUX = FluxFamily(
     refuse=_refuse,
     assumed=_assumed,
     library="diffusers",
-    original="harness.contrib.flux.family:find_original",
 )
-
-
-# Reads Black Forest Labs' own files of Flux, such as flux1-dev.safetensors.
-#
-# Names and order as in github.com/black-forest-labs/flux, src/flux/model.py and modules/layers.py.
-
-MARK = "double_blocks.0.img_attn.qkv.weight"
-_ORIGINAL_OUTSIDE = {
-    "img_in": "img_in",
-    "txt_in": "txt_in",
-    "time_in.w1": "time_in.in_layer",
-    "time_in.w2": "time_in.out_layer",
-    "vector_in.w1": "vector_in.in_layer",
-    "vector_in.w2": "vector_in.out_layer",
-    "guidance_in.w1": "guidance_in.in_layer",
-    "guidance_in.w2": "guidance_in.out_layer",
-    "final_mod": "final_layer.adaLN_modulation.1",
-    "output": "final_layer.linear",
-}
-# In a block's stream, and in a block with one stream. Ours of one name are joined in our order: by
-# rows, in linear2 by columns.
-_ORIGINAL_DOUBLE = {
-    "mod": "mod.lin",
-    **dict.fromkeys(("attn.wq", "attn.wk", "attn.wv"), "attn.qkv"),
-    "attn.wo": "attn.proj",
-    "attn.q_norm": "attn.norm.query_norm",
-    "attn.k_norm": "attn.norm.key_norm",
-    "mlp.w1": "mlp.0",
-    "mlp.w2": "mlp.2",
-}
-_ORIGINAL_SINGLE = {
-    "mod": "modulation.lin",
-    **dict.fromkeys(("attn.wq", "attn.wk", "attn.wv", "mlp.w1"), "linear1"),
-    **dict.fromkeys(("attn.wo", "mlp.w2"), "linear2"),
-    "attn.q_norm": "norm.query_norm",
-    "attn.k_norm": "norm.key_norm",
-}
-
-
-class Place(NamedTuple):
-    """Where our values are in one of their tensors: their first index along a dimension."""
-
-    name: str
-    dim: int
-    first: int
-
-
-def find_original(folder: Path, model: ModelConfig) -> OriginalSource | None:
-    """Return the weights of the one file in a folder; None if it has none in this format."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with _opened(file) as opened:
-            if MARK in opened.keys():  # noqa: SIM118 - not a mapping
-                return OriginalSource(file, model)
-    return None
-
-
-class OriginalSource:
-    """The ``Source`` of one file.
-
-    Raises:
-        UserError: the file is damaged, or has other tensors than the model.
-    """
-
-    def __init__(self, file: Path, model: ModelConfig) -> None:
-        self._file = file
-        shapes = tensor_shapes(model)
-        self._places: dict[str, Place] = {}
-        expected: dict[str, tuple[int, ...]] = {}
-        for name, shape in shapes.items():
-            theirs = original_name(name, model)
-            dim = 1 if theirs.endswith("linear2.weight") else 0
-            first = expected[theirs][dim] if theirs in expected else 0
-            self._places[name] = Place(theirs, dim, first)
-            expected[theirs] = (*shape[:dim], first + shape[dim], *shape[dim + 1 :])
-        with _opened(file) as opened:
-            facts = {}
-            for stored in opened.keys():  # noqa: SIM118 - not a mapping
-                part = opened.get_slice(stored)
-                facts[stored] = (tuple(part.get_shape()), part.get_dtype())
-        check_tensors(
-            str(file), model, {name: shape for name, (shape, _) in facts.items()}, expected
-        )
-        wrong = sorted({dtype for _, dtype in facts.values()} - DTYPES.keys())
-        if wrong:
-            raise UserError(f"{file}: has {wrong[0]} values; would work: {', '.join(DTYPES)}")
-        self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(shape, DTYPES[facts[self._places[name].name][1]])
-            for name, shape in shapes.items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor, contiguous."""
-        place = self._places[name]
-        length = self.tensors[name].shape[place.dim]
-        with _opened(self._file) as opened:
-            part = opened.get_slice(place.name)
-            own = slice(place.first, place.first + length)
-            values: Tensor = part[:, own] if place.dim else part[own]
-        # Their last modulation has the shift first, and ours, as diffusers', the scale.
-        parts = reversed(values.chunk(2)) if name.startswith("final_mod.") else [values]
-        return torch.cat(list(parts))
-
-
-def original_name(name: str, model: ModelConfig) -> str:
-    """Their name of the tensor that holds one of ours."""
-    module, _, kind = name.rpartition(".")
-    if not name.startswith("layers."):
-        return f"{_ORIGINAL_OUTSIDE[module]}.{kind}"
-    _, number, inner = module.split(".", 2)
-    single = int(number) - flux_of(model).double_layers
-    kind = "scale" if inner.endswith("_norm") else kind
-    if single >= 0:
-        return f"single_blocks.{single}.{_ORIGINAL_SINGLE[inner]}.{kind}"
-    stream, _, inner = inner.partition("_")
-    return f"double_blocks.{number}.{stream}_{_ORIGINAL_DOUBLE[inner]}.{kind}"
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None

@@ -184,9 +184,6 @@ class Family:
         ignored: prefixes of names of tensors that are not the decoder's.
         mtp: like ``names``, of multi-token prediction's modules; theirs are in block n_layers.
         mtp_copies: our tensors of which that block has copies, and their names there.
-        original: function that finds weights in the format of the model's authors
-            (``module:function``); it maps a folder and the model to a ``Source``, or None if the
-            folder has no such weights.
     """
 
     name: str  # value of model.family
@@ -209,7 +206,6 @@ class Family:
     mtp: Names = field(default_factory=dict)
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     library: str = "transformers"  # or diffusers
-    original: str | None = None
 
     @property
     def is_diffusers(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from equal import assert_equal
 from held import Held
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from harness.compose.composer import compose_job
@@ -165,74 +164,6 @@ def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path):
         UserError, match=r"model.options.double_layers=2: config.json has num_layers 5"
     ):
         HuggingFaceSource(tmp_path, small(guidance=False))
-
-
-@pytest.mark.parametrize("guidance", [False, True])
-def test_original_file(guidance, tmp_path):
-    """diffusers' own conversion of the original format gives the same weights as ours."""
-    from diffusers.loaders import single_file_utils
-
-    model = small(guidance)
-    # It has the width of the published models written into it.
-    code = inspect.getsource(single_file_utils.convert_flux_transformer_checkpoint_to_diffusers)
-    assert code.count("inner_dim = 3072") == 1
-    names = {"torch": torch}
-    exec(code.replace("inner_dim = 3072", f"inner_dim = {model.dim}"), names)
-    convert = names["convert_flux_transformer_checkpoint_to_diffusers"]
-    generator = torch.Generator().manual_seed(2)
-    original = {
-        name: torch.randn(shape, generator=generator)
-        for name, shape in original_shapes(model).items()
-    }
-    (tmp_path / "original").mkdir()
-    save_file(original, tmp_path / "original" / "flux1-dev.safetensors")
-    expected = convert(dict(original))
-    source = open_source(find_source(str(tmp_path / "original")), model)
-    write_huggingface(source, model, None, tmp_path / "converted")
-    found = load_file(tmp_path / "converted" / "diffusion_pytorch_model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(found[name].equal(expected[name]) for name in expected)
-
-
-def original_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of Black Forest Labs' files, written down from their src/flux/modules/layers.py."""
-    flux, dim, hidden, head = flux_of(model), model.dim, model.ffn_hidden_dim, model.head_width
-    linears = {
-        "img_in": (flux.token_width, dim),
-        "txt_in": (flux.context_dim, dim),
-        "time_in.in_layer": (256, dim),
-        "time_in.out_layer": (dim, dim),
-        "vector_in.in_layer": (flux.pooled_dim, dim),
-        "vector_in.out_layer": (dim, dim),
-        "final_layer.linear": (dim, flux.token_width),
-        "final_layer.adaLN_modulation.1": (dim, 2 * dim),
-    }
-    if flux.guidance:
-        linears |= {"guidance_in.in_layer": (256, dim), "guidance_in.out_layer": (dim, dim)}
-    norms = []
-    for number in range(flux.double_layers):
-        for stream in ("img", "txt"):
-            at = f"double_blocks.{number}.{stream}"
-            linears |= {
-                f"{at}_mod.lin": (dim, 6 * dim),
-                f"{at}_attn.qkv": (dim, 3 * dim),
-                f"{at}_attn.proj": (dim, dim),
-                f"{at}_mlp.0": (dim, hidden),
-                f"{at}_mlp.2": (hidden, dim),
-            }
-            norms += [f"{at}_attn.norm.query_norm.scale", f"{at}_attn.norm.key_norm.scale"]
-    for number in range(model.n_layers - flux.double_layers):
-        at = f"single_blocks.{number}"
-        linears |= {
-            f"{at}.linear1": (dim, 3 * dim + hidden),
-            f"{at}.linear2": (dim + hidden, dim),
-            f"{at}.modulation.lin": (dim, 3 * dim),
-        }
-        norms += [f"{at}.norm.query_norm.scale", f"{at}.norm.key_norm.scale"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (of_inputs, of_outputs) in linears.items():
-        shapes |= {f"{name}.weight": (of_outputs, of_inputs), f"{name}.bias": (of_outputs,)}
-    return shapes | dict.fromkeys(norms, (head,))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
