@@ -147,9 +147,9 @@ def with_value(config: Part, name: str, value: Any) -> Part:
     return dataclasses.replace(config, **{first: changed})
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+def leaves(config: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order."""
-    for name, field, value in leaf_fields(config, prefix):
+    for name, field, value in leaf_fields(config):
         if "role" not in field.metadata:
             raise TypeError(f"config field {name} has no role (numerics, execution or label)")
         yield name, field.metadata["role"], value

@@ -63,19 +63,15 @@ def rows_of(
     return rows
 
 
-def table_of(
-    rows: Sequence[Row], objective: str | None = None, *, full_reasons: bool = False
-) -> Table:
-    """Return the rows as a table; ``full_reasons``: do not shorten reasons."""
+def table_of(rows: Sequence[Row], objective: str | None = None) -> Table:
+    """Return the rows as a table."""
     columns = list(COLUMNS)
     if objective is not None and objective not in _SHOWN:
         columns.append(Column(objective, objective, ".6g"))
     columns += [Column("tagged", "tags"), Column("said", "about")]
     shown = []
     for row in rows:
-        said = row.get("notes") or row["about"]
-        if not full_reasons:
-            said = shortened(said, LONGEST_REASON)
+        said = shortened(row.get("notes") or row["about"], LONGEST_REASON)
         progress = f"{row['step']}/{row['steps']}"
         shown.append(
             {**row, "progress": progress, "tagged": ", ".join(row.get("tags", ())), "said": said}

@@ -57,7 +57,12 @@ def pick_device(job: Job) -> torch.device:
         rule = f"torch sees no CUDA device on {node_name()}"
         driver = driver_version() if count_gpus() else None
         if driver is not None:
-            raise ConfigError("cluster.device", wanted, *_unusable(rule, driver))
+            rule += (
+                f", which has GPUs with driver {driver}: torch {torch.__version__} is built for "
+                f"CUDA {torch.version.cuda}"
+            )
+            works = "a build of torch for the CUDA that nvidia-smi shows, or cpu"
+            raise ConfigError("cluster.device", wanted, rule, works)
         if wanted == "cuda":
             raise ConfigError("cluster.device", wanted, rule, ["cpu", "auto"])
         return torch.device("cpu")
@@ -74,9 +79,6 @@ def pick_device(job: Job) -> torch.device:
 
 
 DRIVER = Path("/proc/driver/nvidia/version")
-DRIVERS = {580: "13.0", 525: "12.6"}
-"""Lowest driver for the versions of CUDA that torch 2.13 to 2.15 are built for (docs.nvidia.com/deploy, "CUDA
-Compatibility")."""
 
 
 def driver_version() -> str | None:
@@ -85,21 +87,6 @@ def driver_version() -> str | None:
         if found := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text()):
             return found[1]
     return None
-
-
-def _unusable(rule: str, driver: str) -> tuple[str, str]:
-    """Return why torch cannot use the GPUs of this node, and what would work."""
-    built = torch.version.cuda
-    major = int(driver.partition(".")[0])
-    newest = next((cuda for lowest, cuda in DRIVERS.items() if major >= lowest), None)
-    works = (
-        f"a build of torch for CUDA {newest}" if newest else f"a driver of at least {min(DRIVERS)}"
-    )
-    if newest and built and int(built.partition(".")[0]) <= int(newest.partition(".")[0]):
-        works = "GPUs that nvidia-smi shows without errors"
-    build = f"for CUDA {built}" if built else "without CUDA"
-    rule += f", which has GPUs with driver {driver}: torch {torch.__version__} is built {build}"
-    return rule, f"{works}, or cpu"
 
 
 def set_up_process(job: Job) -> None:

@@ -471,10 +471,8 @@ def test_a_script_without_a_run_folder_and_setup_that_bash_cannot_read(put, tmp_
         auto  ''          535.104.05  '13.0'  null
         auto  '0'         null        '13.0'  null
         cpu   '0'         535.104.05  '13.0'  null
-        auto  '0'         535.104.05  '13.0'  driver 535.104.05.*13.0; would work. .* CUDA 12.6, or cpu
-        cuda  '0'         '595.45'    null    without CUDA; would work. a build of torch for CUDA 13.0, or cpu
-        auto  '0'         470.82.01   '12.6'  would work. a driver of at least 525, or cpu
-        auto  '0'         580.65.06   '13.0'  would work. GPUs that nvidia-smi shows without errors, or cpu
+        auto  '0'         535.104.05  '13.0'  driver 535.104.05.*CUDA 13.0; would work. a build of torch for
+        cuda  '0'         '595.45'    null    driver 595.45.*CUDA None; would work. a build of torch for
     """),
 )
 def test_gpus_that_torch_cannot_use(device, visible, driver, built, says, monkeypatch, tmp_path):
