@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "measure"))
 
 import pass_memory as measure
 import torchtitan_rows
+from plans import LLAMA_8B, job_of
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
@@ -29,24 +30,7 @@ from harness.util.words import GIB
 
 MIB = 2**20
 ROOT = Path(__file__).parents[3]
-TINY = (
-    "model=llama3_tiny",
-    "data=synthetic",
-    "tokenizer=bytes",
-    "checkpoint=disabled",
-    "cluster.device=cpu",
-)
-LARGE = (
-    "model=llama3_8b",
-    "data=synthetic",
-    "tokenizer=bytes",
-    "precision=bf16",
-    "cluster=slurm_h100",
-)
-
-
-def job_of(*typed: str) -> Job:
-    return compose_job([*typed])
+TINY = "model=llama3_tiny data=synthetic tokenizer=bytes checkpoint=disabled cluster.device=cpu"
 
 
 def peak(job: Job, software: Software | None = None) -> float:
@@ -73,39 +57,24 @@ def test_published_runs_are_met() -> None:
 
 
 def test_joint_ends_stay_gathered() -> None:
-    job = job_of(*LARGE, "parallelism=fsdp", "parallelism.dp_shard=8", "training.seq_len=8192")
-    apart, joint = (
-        rank_memory(job, software=Software(joint_ends=joint))[0] for joint in (False, True)
-    )
-    ends, block = (
-        128256 * 4096,
-        sum(tensor.size for tensor in tensors_by_module(job.model)["layers.0"]),
-    )
+    job = job_of(f"{LLAMA_8B} dp_shard=8 training.seq_len=8192")
+    [apart], [joint] = (rank_memory(job, Software(joint_ends=joint)) for joint in (False, True))
+    ends = 128256 * 4096
+    block = sum(tensor.size for tensor in tensors_by_module(job.model)["layers.0"])
     # At the peak, in the loss, the embedding and the last block are in memory too, in 16 bits.
     assert joint.allocated - apart.allocated == pytest.approx(2 * (ends + block), rel=1e-6)
     # Their gather buffer is twice as large.
-    assert joint.kinds["gathered"] - apart.kinds["gathered"] == pytest.approx(
-        2 * (2 * ends + block), rel=1e-3
-    )
+    gathered = joint.kinds["gathered"] - apart.kinds["gathered"]
+    assert gathered == pytest.approx(2 * (2 * ends + block), rel=1e-3)
     assert joint.kinds["gradients"] == apart.kinds["gradients"]
-    pipelined = job_of(*LARGE, "parallelism=fsdp", "parallelism.pp=2", "parallelism.dp_shard=4")
-    assert rank_memory(pipelined, software=Software(joint_ends=True)) == rank_memory(pipelined)
+    pipelined = job_of(f"{LLAMA_8B} pp=2 dp_shard=4")
+    assert rank_memory(pipelined, Software(joint_ends=True)) == rank_memory(pipelined)
 
 
 def test_outputs_that_a_pipeline_keeps() -> None:
-    typed = (
-        "parallelism=fsdp",
-        "parallelism.pp=2",
-        "parallelism.dp_shard=4",
-        "parallelism.pp_schedule=1F1B",
-    )
-    batch = (
-        "training.seq_len=8192",
-        "training.local_batch_size=8",
-        "training.global_batch_size=32",
-    )
-    job = job_of(*LARGE, *typed, *batch)
-    new, old = (rank_memory(job, software=Software(keeps_outputs=kept)) for kept in (False, True))
+    batch = "training.seq_len=8192 training.local_batch_size=8 training.global_batch_size=32"
+    job = job_of(f"{LLAMA_8B} pp=2 dp_shard=4 pp_schedule=1F1B {batch}")
+    new, old = (rank_memory(job, Software(keeps_outputs=kept)) for kept in (False, True))
     boundary, logits = 2 * 8192 * 4096, 2 * 8192 * 128256
     # Before the last of 8 microbatches 7 are done on the last stage, and 6 on the first, without inputs.
     assert old[1].allocated - new[1].allocated == 7 * (boundary + logits)
@@ -113,22 +82,20 @@ def test_outputs_that_a_pipeline_keeps() -> None:
 
 
 def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
-    layout = ("parallelism=fsdp_cp", "parallelism.cp=8", "parallelism.dp_shard=1")
-    ring = [*LARGE, *layout, "training.seq_len=8192", "training.local_batch_size=1"]
-    late = {
-        method: ActivationBytes(job_of(*ring, f"parallelism.{method}")).block(0).late_backward
-        for method in (
-            "cp_rotate_method=allgather",
-            "cp_rotate_method=alltoall",
-            "cp_method=ulysses",
-        )
-    }
-    gathers, sends, ulysses = late.values()
+    ring = f"{LLAMA_8B} cp=8 training.seq_len=8192 training.local_batch_size=1"
+
+    def late(method: str, *, repeats_keys: bool = False) -> float:
+        job = job_of(f"{ring} {method}")
+        return ActivationBytes(job, repeats_keys=repeats_keys).block(0).late_backward
+
+    gathers = late("cp_rotate_method=allgather")
+    sends = late("cp_rotate_method=alltoall")
     tokens, queries, both = 8192 // 8, 32 * 128, 2 * 8 * 128
     assert gathers - sends == 6 * 2 * tokens * both
-    assert sends - ulysses == tokens * (2 * (queries + 4 * both) + 4 * (queries + 3 * both))
-    repeated = ActivationBytes(job_of(*ring), repeats_keys=True).block(0).late_backward
+    of_ring = tokens * (2 * (queries + 4 * both) + 4 * (queries + 3 * both))
+    assert sends - late("cp_method=ulysses") == of_ring
     # Four times as many: gathered and sent, the last step's gradients, sums; also before and after the ring.
+    repeated = late("", repeats_keys=True)
     assert repeated - gathers == 3 * tokens * both * (2 * (8 + 2 + 2) + 4 * 3)
 
 
@@ -185,13 +152,8 @@ DEBUG = sorted(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", DEBUG)
 def test_blocks_declare_what_autograd_saves(model: str, precision: str) -> None:
-    typed = (
-        "data=synthetic",
-        "tokenizer=bytes",
-        "cluster.device=cpu",
-        "training.global_batch_size=2",
-    )
-    job = job_of(f"model={model}", f"precision={precision}", *typed, "training.seq_len=32")
+    synthetic = "data=synthetic tokenizer=bytes training.global_batch_size=2 training.seq_len=32"
+    job = job_of(f"model={model} precision={precision} cluster.device=cpu {synthetic}")
     # Routers also save copies of small parameters and a few numbers per expert; attention with a window saves
     # its mask, T x T values.
     exact = not job.model.moe.enabled and job.model.attention.window is None
@@ -202,42 +164,34 @@ def test_blocks_declare_what_autograd_saves(model: str, precision: str) -> None:
 
 
 SIZE = (
-    *("model.dim=128", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_hidden_dim=384"),
-    *(
-        "model.n_layers=4",
-        "model.vocab_size=1024",
-        "training.seq_len=128",
-        "training.global_batch_size=4",
-    ),
+    "model.dim=128 model.n_heads=4 model.n_kv_heads=2 model.ffn_hidden_dim=384 model.n_layers=4 "
+    "model.vocab_size=1024 training.seq_len=128 training.global_batch_size=4 metrics.console=none"
 )
 
 
 @pytest.mark.parametrize(
     "typed",
     [
-        ["activation_checkpoint=none"],
-        ["activation_checkpoint=full"],
-        ["activation_checkpoint=selective_op"],
-        ["activation_checkpoint=selective_layer"],
-        ["activation_checkpoint=full", "precision=bf16"],
-        ["training.loss_chunks=8", "model.vocab_size=4096"],
-        ["training.local_batch_size=2"],
-        ["training.global_batch_size=1", "training.seq_len=32"],
+        "activation_checkpoint=none",
+        "activation_checkpoint=full",
+        "activation_checkpoint=selective_op",
+        "activation_checkpoint=selective_layer",
+        "activation_checkpoint=full precision=bf16",
+        "training.loss_chunks=8 model.vocab_size=4096",
+        "training.local_batch_size=2",
+        "training.global_batch_size=1 training.seq_len=32",
     ],
-    ids=" ".join,
 )
-def test_a_pass_takes_what_torch_allocates(typed: list[str]) -> None:
+def test_a_pass_takes_what_torch_allocates(typed: str) -> None:
     """Torch's allocator measures the pass only; parameters and optimizer state were allocated before."""
-    groups = [each for each in typed if "." not in each.split("=")[0]]
-    values = [each for each in typed if each not in groups]
-    job = job_of(*TINY, *groups, "metrics.console=none", *SIZE, *values)
+    job = job_of(f"{TINY} {SIZE} {typed}")
     [rank] = rank_memory(job)
     planned = rank.peak - sum(rank.kinds[kind] for kind in ("parameters", "optimizer", "runtime"))
     assert planned / MIB == pytest.approx(measure.measure_pass(job)["peak"], rel=0.03)
 
 
 def test_a_device_has_less_memory_than_its_name_says() -> None:
-    job = job_of(*LARGE, "parallelism.dp_shard=8", "training.global_batch_size=8")
+    job = job_of(f"{LLAMA_8B} dp_shard=8")
     limit = memory_limit(job, device_of(job))
     assert limit is not None and 77 < limit / GIB < 79
-    assert memory_limit(job_of(*TINY), None) is None
+    assert memory_limit(job_of(TINY), None) is None

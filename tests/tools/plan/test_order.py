@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from plans import LLAMA_8B, job_of
 
-from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
@@ -21,8 +21,6 @@ from harness.tools.plan.machine import machine_of
 from harness.tools.plan.order import fullest, pipeline_order, simulate
 from harness.tools.plan.plan import Action
 from harness.tools.plan.step_time import StepModel
-
-SYNTHETIC = ("data=synthetic", "tokenizer=bytes")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -62,16 +60,16 @@ def counts_at(
     before: list[Action], now: Action, equal: dict[int, int], *, keeps_outputs: bool
 ) -> dict[tuple[str, int], int]:
     """The counts of a moment, from all passes before it."""
-    counts = Counter((action.kind, equal[action.stage]) for action in before)
+    done = Counter((action.kind, equal[action.stage]) for action in before)
     found = {}
     for stage in equal.values():
-        own = {action.stage for action in (*before, now) if equal[action.stage] == stage}
-        done = {a.stage for a in before if equal[a.stage] == stage and a.kind in "BW"}
-        found |= {("ran", stage): len(own), ("gradients", stage): len(done)}
-        found["F", stage] = counts["F", stage] - counts["B", stage] - counts["I", stage]
-        found["I", stage] = counts["I", stage] - counts["W", stage]
+        ran = {action.stage for action in (*before, now) if equal[action.stage] == stage}
+        ended = {each.stage for each in before if each.kind in "BW"} & ran
+        found |= {("ran", stage): len(ran), ("gradients", stage): len(ended)}
+        found["F", stage] = done["F", stage] - done["B", stage] - done["I", stage]
+        found["I", stage] = done["I", stage] - done["W", stage]
         if keeps_outputs:
-            found["left", stage] = counts["B", stage] + counts["W", stage]
+            found["left", stage] = done["B", stage] + done["W", stage]
     if now.kind != "F":
         found["I" if now.kind == "W" else "F", equal[now.stage]] -= 1
     return found
@@ -121,9 +119,8 @@ def test_parameters_are_gathered_as_often_as_planned(
     pool: RankPool, schedule: str, reshard: str
 ) -> None:
     layout = f"pp=2 dp_shard=2 pp_schedule={schedule} reshard_after_forward={reshard}"
-    typed = [f"parallelism.{degree}" for degree in layout.split()]
-    shape = ["training.seq_len=16", "training.global_batch_size=8"]
-    job = compose_job(["model=llama3_tiny", *SYNTHETIC, *shape, *typed])
+    shape = "training.seq_len=16 training.global_batch_size=8"
+    job = job_of(f"model=llama3_tiny data=synthetic tokenizer=bytes {shape} {layout}")
     on_gpus = with_value(
         with_value(job, "cluster.device", "cuda"), "cluster.accelerator", "H100 SXM"
     )
@@ -192,8 +189,7 @@ def test_sends_of_every_rank(name: str, sends: list[int]) -> None:
 
     In a V the first rank has the first and the last stage, and the last rank the two in the middle.
     """
-    typed = ["parallelism.pp=4", f"parallelism.pp_schedule={name}", "training.local_batch_size=8"]
-    job = compose_job(["model=llama3_8b", *SYNTHETIC, *typed, "cluster=slurm_h100"])
+    job = job_of(f"{LLAMA_8B} pp=4 pp_schedule={name} training.local_batch_size=8")
     machine = machine_of(job)
     assert machine is not None
     found = [StepModel(job, machine).traffic(rank) for rank in range(4)]
