@@ -193,14 +193,14 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
 
 def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, ...]:
     cuts = {Split.COLUMN: INNER, Split.ROW: PARTIAL, Split.WHOLE: WHOLE}
-    linears = [t for t in block_tensors(config, layer) if t.is_matrix and ".attention." in t.name]
-    # Without a sink's padding, attention saves the result of wv itself.
-    names = {} if config.attention.sinks else {"wv": "v"}
-    leaves = [(linear.module.rpartition(".")[2], linear) for linear in linears]
-    return tuple(
-        SavedTensor(names.get(leaf, leaf), linear.outputs, cuts[linear.split])
-        for leaf, linear in leaves
-    )
+    products = []
+    for tensor in block_tensors(config, layer):
+        if tensor.is_matrix and ".attention." in tensor.name:
+            name = tensor.module.rpartition(".")[2]
+            if name == "wv" and not config.attention.sinks:
+                name = "v"  # without a sink's padding, attention saves this result itself
+            products.append(SavedTensor(name, tensor.outputs, cuts[tensor.split]))
+    return tuple(products)
 
 
 def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
@@ -265,41 +265,39 @@ def _mixture(config: ModelConfig) -> PartActivations:
     def inner(name: str, width: float, by: SavedBy = SavedBy.ALL) -> SavedTensor:
         return SavedTensor(f"moe.{name}", width, ROUTED_INNER, by=by)
 
-    kept: tuple[SavedTensor, ...] = (
+    kept = [
         routed("scores", experts, "float32"),
         routed("chosen", top_k, "int64"),
         routed("weights", 2 * top_k, "float32"),
         routed("places", 2 * top_k, "int64"),
         routed("rows", rows),
         routed("scaled rows" if of.score_before_experts else "outputs", rows),
-    )
+    ]
     if of.normalize_scores:
-        kept += (routed("normalized", 1, "float32"),)
-    plain = config.activation == "swiglu"
-    # The clamped gate saves its clamped factors and their products; a bias is added out of place.
-    kept += (
-        (inner("gate", hidden), inner("up", hidden), inner("silu", hidden, SavedBy.EAGER))
-        if plain
-        else (inner("gate, up", 3 * hidden), inner("factors", 3 * hidden, SavedBy.EAGER))
-    )
-    kept += (inner("product", hidden),)
-    products: tuple[SavedTensor, ...] = (
-        routed("router", experts, "float32"),
-        inner("gate", hidden),
-    )
-    products += (inner("up", hidden), routed("outputs", rows))
-    forward: tuple[SavedTensor, ...] = (
-        routed("rows", rows),
-        inner("gate, up, silu, product", 4 * hidden),
-    )
-    backward: tuple[SavedTensor, ...] = (inner("grads", 2 * hidden), routed("grads of rows", rows))
+        kept.append(routed("normalized", 1, "float32"))
+    if config.activation == "swiglu":
+        kept += [inner("gate", hidden), inner("up", hidden)]
+        kept.append(inner("silu", hidden, SavedBy.EAGER))
+    else:
+        # The clamped gate saves its clamped factors and their products; a bias is added out of
+        # place.
+        kept.append(inner("gate, up", 3 * hidden))
+        kept.append(inner("factors", 3 * hidden, SavedBy.EAGER))
+    kept.append(inner("product", hidden))
+    products = [routed("router", experts, "float32"), inner("gate", hidden)]
+    products += [inner("up", hidden), routed("outputs", rows)]
     if of.shared_hidden_dim:
         shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
-        kept = kept + shared.kept
-        products = products + shared.products
-        kept += (routed("router.in", dim, "widened", SavedBy.EAGER),)
-    choices = (
-        routed("top scores", top_k, "float32"),
-        routed("top experts, order", 2 * top_k, "int64"),
+        kept += shared.kept
+        products += shared.products
+        kept.append(routed("router.in", dim, "widened", SavedBy.EAGER))
+    return PartActivations(
+        tuple(kept),
+        tuple(products),
+        choices=(
+            routed("top scores", top_k, "float32"),
+            routed("top experts, order", 2 * top_k, "int64"),
+        ),
+        forward=(routed("rows", rows), inner("gate, up, silu, product", 4 * hidden)),
+        backward=(inner("grads", 2 * hidden), routed("grads of rows", rows)),
     )
-    return PartActivations(kept, products, choices=choices, forward=forward, backward=backward)

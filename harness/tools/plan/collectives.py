@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from harness.config.job import Job
 from harness.tools.plan.costs import AttentionCost
 from harness.tools.plan.machine import Group, Machine, group_of
-from harness.tools.plan.parameters import BYTES, HeldTensor, held_groups
+from harness.tools.plan.parameters import BYTES, HeldTensor, held_modules
 
 # A ring's partial results, eager (torch's _SDPAMerger and ring backward,
 # torch/distributed/tensor/experimental/ _context_parallel/_attention.py). Outputs: the cast to 32
@@ -132,7 +132,7 @@ def sharing_of_block(job: Job, machine: Machine, layer: int) -> Sharing:
     """FSDP's work for a block: one group, or another one for experts that other ranks share."""
     # The block of multi-token prediction is after the last layer.
     name = f"layers.{layer}" if layer < job.model.n_layers else "mtp"
-    return sharing_of(job, machine, held_groups(job, [name]).values())
+    return sharing_of(job, machine, held_modules(job, [name])[name].groups.values())
 
 
 def sharing_of(job: Job, machine: Machine, groups: Iterable[Sequence[HeldTensor]]) -> Sharing:

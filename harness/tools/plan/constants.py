@@ -8,13 +8,13 @@ report prints the errors. ``harness plan calibrate=FOLDER`` fits them to measure
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from harness.config.fields import check_rules, from_dict, label
 from harness.util.encoding import dumps, loads, parse_object
 from harness.util.errors import ConfigError, UserError
+from harness.util.files import require_regular
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,8 @@ class Calibration:
         Raises:
             UserError: the file is missing, from another version, or has an invalid value.
         """
-        where = f"calibration={path}"
-        works = "would work: a file that harness plan calibrate=FOLDER wrote"
-        # Reading a device such as /dev/zero would never end.
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"{where}: is not a file; {works}")
         try:
+            require_regular(Path(path))
             plain = parse_object(Path(path).read_bytes())
             read: Calibration = from_dict(Calibration, loads(dumps(plain)))  # "inf" is text there
             # An earlier version fitted the others without it: its default would count twice.
@@ -227,12 +223,12 @@ class Calibration:
                 raise ValueError(f"lacks {', '.join(missing)}; another version wrote it")
             check_rules(read)
             return read
-        except FileNotFoundError:
-            raise UserError(f"{where}: no such file; {works}") from None
         except OSError as error:
-            raise UserError(f"{where}: cannot be read: {error.strerror}; {works}") from None
+            reason = f"cannot be read: {error.strerror}"
         except (ConfigError, ValueError) as error:
-            raise UserError(f"{where}: {error}; {works}") from None
+            reason = str(error)
+        works = "would work: a file that harness plan calibrate=FOLDER wrote"
+        raise UserError(f"calibration={path}: {reason}; {works}")
 
     def write(self, path: str) -> None:
         """Write the calibration as JSON."""

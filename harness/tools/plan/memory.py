@@ -37,7 +37,7 @@ from harness.tools.plan.parameters import (
     HeldModule,
     HeldTensor,
     Memo,
-    held_groups,
+    groups_of,
     parameters_of,
 )
 from harness.tools.plan.plan import KINDS, RankMemory
@@ -179,7 +179,7 @@ class StageMemory:
     def _modules(self, names: Sequence[str], held: Mapping[str, HeldModule]) -> list[Module]:
         job = self.job
         activations = self.activations
-        ends = held_groups(job, (name for name in held if not name.startswith("layers.")))
+        ends = groups_of(module for name, module in held.items() if not name.startswith("layers."))
         modules = []
 
         def add(name: str, part: PartBytes, parameters: ModuleParameters) -> None:
@@ -274,7 +274,9 @@ class StageMemory:
             held["activations"] -= min(self.boundary, self.modules[0].part.kept)
         if self.pipelined and not self.has_head:
             held["activations"] += self.boundary  # the schedule keeps a stage's output
-        return plus(held, {"logits": self.logits.kept} if self.logits is not None else {})
+        if self.logits is not None:
+            held["logits"] = self.logits.kept
+        return held
 
     @cached_property
     def kept_for_weights(self) -> Bytes:
@@ -295,17 +297,17 @@ class StageMemory:
         moments = []
         held = 0.0
         gathered = 0.0
+        explicit = self.job.parallelism.ep > 1 or self.prefetched > 1
         for module in self.modules:
-            own = module.parameters.gathered
+            own = module.parameters
             moment = {"activations": held + module.part.forward, "gathered": gathered}
             if not self.pipelined:
-                explicit = self.job.parallelism.ep > 1 or self.prefetched > 1
-                buffers = self.buffers if explicit else module.parameters.buffer
-                moment = plus(moment, {"gathered": own, "buffers": buffers})
+                moment["gathered"] += own.gathered
+                moment["buffers"] = self.buffers if explicit else own.buffer
             moments.append(moment)
             held += module.part.kept
             if not (module.freed or self.pipelined):
-                gathered += own
+                gathered += own.gathered
         if self.logits is not None:
             moments.append(
                 {"activations": held, "gathered": gathered, "logits": self.logits.forward}
@@ -332,15 +334,14 @@ class StageMemory:
         if self.logits is not None:
             loss = {"activations": held, "gathered": gathered, "logits": self.logits.backward}
             moments.append(loss | {"unusable": self.logits.unusable})
-        for index in range(len(self.modules) - 1, -1, -1):
-            module = self.modules[index]
+        for index, module in reversed(list(enumerate(self.modules))):
             part = module.part
             own = module.parameters
-            before = self.modules[max(0, index - self.prefetched) : index]
             arriving = 0.0
             if self.fsdp and not self.pipelined:
                 if module.freed:
                     gathered += own.gathered
+                before = self.modules[max(0, index - self.prefetched) : index]
                 arriving = sum(each.parameters.buffer for each in before if each.freed)
             held -= part.kept
             base = {
@@ -349,21 +350,19 @@ class StageMemory:
                 "shards": shards,
                 "reducing": reducing,
             }
+            logits = 0.0
+            if self.logits is not None and module.name == "head":
+                logits = self.logits.gradient
+            # A gradient that is added to an existing one is freed at once; a quarter is counted.
+            new = 0.25 if gradients_there and not self.fsdp else 1.0
             for activations, gradients in (
                 (part.backward, own.first_gradients),
                 (part.late_backward, own.late_gradients),
                 (0.0, own.gradients),
             ):
-                logits = (
-                    self.logits.gradient
-                    if self.logits is not None and module.name == "head"
-                    else 0.0
-                )
-                # A gradient that is added to an existing one is freed at once; a quarter is counted.
-                new = gradients / 4 if gradients_there and not self.fsdp else gradients
                 moment = {
                     "activations": held + activations,
-                    "gradients": unsharded + new,
+                    "gradients": unsharded + new * gradients,
                     "logits": logits,
                 }
                 moments.append(base | moment)

@@ -46,8 +46,6 @@ class HeldTensor:
     """Shape during computation: split by tensor and expert parallel only."""
     sharded: tuple[int, ...]
     """Shape of the shard between steps."""
-    shard_dim: int
-    """Dimension that FSDP shards."""
 
     @property
     def name(self) -> str:
@@ -119,10 +117,7 @@ class RankParameters:
     ``modules`` are those of each stage by name, in the model's order.
     """
 
-    def __init__(
-        self, pp_rank: int, modules: dict[int, dict[str, HeldModule]], master_bytes: int
-    ) -> None:
-        self.pp_rank = pp_rank
+    def __init__(self, modules: dict[int, dict[str, HeldModule]], master_bytes: int) -> None:
         self.modules = modules
         self.held_modules = list(chain.from_iterable(stage.values() for stage in modules.values()))
         """The modules of all its stages, with the names of the first of equal blocks."""
@@ -192,28 +187,29 @@ _held_modules = of_one_model(HeldModules)
 
 def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     """The shards of the fullest rank of a pipeline rank."""
-    model = job.model
     layout = job.parallelism
-    known = _held_modules(job.model, job.precision, job.optimizer)
-    names = split_modules(layout, model.n_layers)
+    n_layers = job.model.n_layers
+    names = split_modules(layout, n_layers)
     whole = ("mtp",) if len(names) == 1 else ()
     held = {
-        stage: {
-            name: known.of(name, layout) for name in (*names[stage], *whole) if name in known.specs
-        }
-        for stage in stages_of_rank(layout, model.n_layers, pp_rank)
+        stage: held_modules(job, (*names[stage], *whole))
+        for stage in stages_of_rank(layout, n_layers, pp_rank)
     }
-    return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype])
+    return RankParameters(held, BYTES[job.precision.master_dtype])
 
 
-def held_groups(job: Job, names: Iterable[str]) -> dict[str, list[HeldTensor]]:
-    """The parameters of modules of a model on the fullest rank, by FSDP group."""
+def held_modules(job: Job, names: Iterable[str]) -> dict[str, HeldModule]:
+    """Modules of a job on the fullest rank, by name; those without tensors are left out."""
     known = _held_modules(job.model, job.precision, job.optimizer)
+    return {name: known.of(name, job.parallelism) for name in names if name in known.specs}
+
+
+def groups_of(modules: Iterable[HeldModule]) -> dict[str, list[HeldTensor]]:
+    """The parameters of modules by FSDP group, which may span several of them."""
     groups: dict[str, list[HeldTensor]] = {}
-    for name in names:
-        if name in known.specs:
-            for group, tensors in known.of(name, job.parallelism).groups.items():
-                groups.setdefault(group, []).extend(tensors)
+    for module in modules:
+        for group, held in module.groups.items():
+            groups.setdefault(group, []).extend(held)
     return groups
 
 
@@ -224,7 +220,7 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
         name = name.rpartition(".")[0]
     group = groups[name]
     if spec.is_buffer:
-        return HeldTensor(spec, group, spec.shape, spec.shape, 0)
+        return HeldTensor(spec, group, spec.shape, spec.shape)
     shards = layout.parameter_shards
     dim = 0
     local = spec.shape
@@ -234,7 +230,7 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
         local = _cut(local, 0, layout.ep)
     if spec.split_dim is not None:
         local = _cut(local, spec.split_dim, tp_of(layout, spec))
-    return HeldTensor(spec, group, local, _cut(local, dim, shards), dim)
+    return HeldTensor(spec, group, local, _cut(local, dim, shards))
 
 
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:

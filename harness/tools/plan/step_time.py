@@ -28,7 +28,7 @@ from harness.tools.plan.collectives import (
 )
 from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, simulate
-from harness.tools.plan.parameters import BYTES, held_groups, muon_update, parameters_of
+from harness.tools.plan.parameters import BYTES, groups_of, held_modules, muon_update, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 
 # Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient,
@@ -93,8 +93,9 @@ class StepModel:
             layers += range(model.n_layers, model.num_blocks)  # multi-token prediction's
         blocks = [self.blocks[layer][0] for layer in layers]
         sharing = [self.blocks[layer][1] for layer in layers]
-        ends = held_groups(self.job, (name for name in names if not name.startswith("layers.")))
-        sharing += [sharing_of(self.job, self.machine, [group]) for group in ends.values()]
+        ends = [name for name in names if not name.startswith("layers.")]
+        for group in groups_of(held_modules(self.job, ends).values()).values():
+            sharing.append(sharing_of(self.job, self.machine, [group]))
         forward = sum((block.forward for block in blocks), Pass())
         inputs = sum((block.recompute + block.inputs for block in blocks), Pass())
         weights = sum((block.weights for block in blocks), Pass())

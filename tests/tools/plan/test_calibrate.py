@@ -53,7 +53,7 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     Path(path).write_text('{"source": ""}')
     for name, says in (
         (path, "constants=null: must"),
-        ("no", "no such file"),
+        ("no", "No such file"),
         ("a" * 300, "long"),
     ):
         with pytest.raises(UserError, match=says):
@@ -73,6 +73,7 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
         ("constants.launch", math.nan, "constants.launch=nan: must be a finite number"),
         ("constants.async_tp", 2, "constants.async_tp=2: must be in [0, 1]"),
         ("source", 3, "source=3: must be text"),
+        ("constants", {"matmul": 0.5}, "lacks async_tp, "),
         ("software", {"speed": 0}, "software.speed=0: must be above 0"),
         ("software", {"attention": "flash9"}, "software.attention=flash9: no such choice"),
         ("constants.matmul", 10**400, "constants.matmul=1000"),
