@@ -572,8 +572,8 @@ class RankStep:
                 waiting = self.stages[each]
                 kinds = {"F": waiting.kept, "I": waiting.kept_for_weights, "left": waiting.left}
                 for done, saved in kinds.items():
-                    count = counts.get((done, each), 0)
-                    kept = plus(kept, {kind: count * size for kind, size in saved.items()})
+                    if count := counts.get((done, each), 0):
+                        kept = plus(kept, {kind: count * size for kind, size in saved.items()})
             peaks = stage.forward
             if moment.kind != "F":
                 earlier = after if moment.again else before
