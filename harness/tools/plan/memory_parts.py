@@ -62,29 +62,37 @@ class ActivationBytes(Memo):
             ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
         }
         self.costs = costs_of(job.model)
+        # Blocks that are compiled in pieces save the same tensors.
+        self.compiled = job.compile.blocks and job.compile.backend != "eager"
+        compute = BYTES[job.precision.param_dtype]
+        self.sizes = {
+            "compute": compute,
+            "float32": 4,
+            "int64": 8,
+            "norm": 4 if self.cpu else compute,
+            "widened": 0 if compute == 4 else 4,
+        }
+        """Bytes per value of each format of ``SavedTensor``."""
+        dim = job.model.dim
+        self.stream = self.bytes_of(SavedTensor("stream", dim, ActivationSplit.STREAM))
+        self.summand = self.bytes_of(SavedTensor("stream", dim, ActivationSplit.PARTIAL))
         in_float8 = job.precision.enable_fsdp_float8_all_gather
         self.gathered_in_float8 = frozenset(
             sort_linears(job.model, job.precision).converted if in_float8 else ()
         )
         """Names of the linears whose weights FSDP gathers in float8."""
 
-    def total(self, tensors: Iterable[SavedTensor], *, compiled: bool = False) -> float:
-        """Bytes of those tensors that are saved, per microbatch."""
+    def total(self, tensors: Iterable[SavedTensor], *, in_block: bool = True) -> float:
+        """Bytes of those tensors that are saved, per microbatch; only blocks are compiled."""
         by = {SavedBy.ALL}
-        if not compiled:
+        if not (in_block and self.compiled):
             by.add(SavedBy.EAGER)
             if self.cpu:
                 by.add(SavedBy.COMPOSITE_NORM)
         return sum(self.bytes_of(each) for each in tensors if each.by in by)
 
     def bytes_of(self, tensor: SavedTensor) -> float:
-        compute = BYTES[self.job.precision.param_dtype]
-        sizes = {"compute": compute, "float32": 4, "int64": 8}
-        sizes |= {"norm": 4 if self.cpu else compute, "widened": 0 if compute == 4 else 4}
-        return self.tokens * tensor.width * sizes[tensor.dtype] / self.degree[tensor.cut]
-
-    def _stream(self, cut: ActivationSplit = ActivationSplit.STREAM) -> float:
-        return self.bytes_of(SavedTensor("stream", self.job.model.dim, cut))
+        return self.tokens * tensor.width * self.sizes[tensor.dtype] / self.degree[tensor.cut]
 
     def block(self, layer: int) -> PartBytes:
         """Bytes of a block, under the job's recomputation and compiler."""
@@ -97,18 +105,15 @@ class ActivationBytes(Memo):
         declared = self.costs.block_activations(
             job.model, layer, job.training.seq_len, on_cpu=self.cpu
         )
-        # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the
-        # same tensors.
-        compiled = job.compile.blocks and job.compile.backend != "eager"
-        everything = self._without_recomputation(declared, layer, compiled=compiled)
-        gradients = self.total(declared.backward, compiled=compiled)
-        late = self.total(declared.late_backward, compiled=compiled) + self._ring()
+        everything = self._without_recomputation(declared, layer)
+        gradients = self.total(declared.backward)
+        late = self.total(declared.late_backward) + self._ring()
         if not covered:
-            results = self._stream() + self._stream(ActivationSplit.PARTIAL)
-            return PartBytes(everything, everything + results, everything + gradients, late)
-        kept, extra = self._recomputed(declared, layer, compiled=compiled)
-        forward = self.total(declared.forward, compiled=compiled)
-        return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
+            forward = everything + self.stream + self.summand
+            return PartBytes(everything, forward, everything + gradients, late)
+        kept, extra = self._recomputed(declared, layer, everything)
+        forward = kept + self.total(declared.forward)
+        return PartBytes(kept, forward, everything + extra + gradients, late + extra)
 
     def _ring(self) -> float:
         """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
@@ -120,53 +125,48 @@ class ActivationBytes(Memo):
         model = self.job.model
         if layout.cp == 1 or layout.cp_method != "ring":
             return 0.0
-        of = model.attention
-        width = model.head_width
-        queries = model.n_heads * width
-        declared = (
-            model.n_heads * (width + of.v_head_dim)
-            if of.is_latent
-            else 2 * model.n_kv_heads * width
-        )
+        queries = model.n_heads * model.head_width
+        declared = model.n_kv_heads * (model.head_width + model.value_width)
         both = 2 * queries if self.repeats_keys else declared
         copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
-        compute = BYTES[self.job.precision.param_dtype]
+        compute = self.sizes["compute"]
         each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
         each += 2 * compute * (both - declared)  # they and their gradients
         return self.tokens * each / self.degree[ActivationSplit.INNER]
 
-    def _without_recomputation(
-        self, declared: PartActivations, layer: int, *, compiled: bool
-    ) -> float:
+    def _without_recomputation(self, declared: PartActivations, layer: int) -> float:
         """Bytes that a block saves where torch's partitioner chooses. With 8-bit products it saves results of
         products in the place of inputs, which it computes and casts again, and the last one's
         input, cast."""
-        everything = self.total(declared.kept, compiled=compiled)
-        chosen = compiled and self.job.activation_checkpoint.mode not in ("full", "selective_op")
+        everything = self.total(declared.kept)
+        mode = self.job.activation_checkpoint.mode
+        chosen = self.compiled and mode not in ("full", "selective_op")
         if not chosen or self.job.precision.linear == "none":
             return everything
         last = self.total(each for each in declared.kept if each.name.endswith(".product"))
-        width = BYTES["float8"] / BYTES[self.job.precision.param_dtype]
+        width = BYTES["float8"] / self.sizes["compute"]
         return min(everything, self._results(declared, layer) + width * last)
 
     def _results(self, declared: PartActivations, layer: int) -> float:
         """Bytes of a compiled block's input, and of results of products that its backward reads."""
         needed = replace(declared, products=declared.products[:-1])
-        results = self._saved_results(needed, layer, 1, compiled=True)
-        return self._stream() + self.total(declared.choices) + self.total(results)
+        saved = [*declared.choices, *self._saved_results(needed, layer, 1)]
+        return self.stream + self.total(saved)
 
     def _recomputed(
-        self, declared: PartActivations, layer: int, *, compiled: bool
+        self, declared: PartActivations, layer: int, everything: float
     ) -> tuple[float, float]:
-        """Bytes that a recomputed block saves, and those of them that its recomputation has not."""
+        """Bytes that a recomputed block saves, and those of them that its recomputation has not.
+
+        ``everything`` are those that it saves without recomputation.
+        """
         ac = self.job.activation_checkpoint
-        entering = self._stream()
+        entering = self.stream
         if ac.mode == "memory_budget":
             # torch's partitioner fills a budget: a fraction between the minimum it has to save and
             # what it saves without recomputation. Below 1 it recomputes all that is not a result of
             # a product first (torch/_functorch/partitioners.py, choose_saved_values_set,
             # more_aggressive_options).
-            everything = self._without_recomputation(declared, layer, compiled=True)
             filled = entering + ac.memory_budget * (everything - entering)
             if ac.memory_budget < 1:
                 filled = min(filled, self._results(declared, layer))
@@ -175,36 +175,34 @@ class ActivationBytes(Memo):
         if ac.mode != "selective_op":
             return entering + choices, 0.0
         # In pieces both halves are recomputed, each from its own input.
-        if compiled and self._in_pieces(layer):
+        if self._in_pieces(layer):
             entering *= 2
-        saved = self._saved_results(declared, layer, ac.save_every_nth_matmul, compiled=compiled)
+        saved = self._saved_results(declared, layer, ac.save_every_nth_matmul)
         recomputed = {tensor.name for tensor in declared.kept}
-        extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
+        extra = self.total(tensor for tensor in saved if tensor.name not in recomputed)
         return entering + choices + self.total(saved), extra
 
     def _in_pieces(self, layer: int) -> bool:
-        return self.job.parallelism.has_expert_mesh and self.job.model.has_experts(layer)
+        """Whether a block is compiled in pieces (compile.py), since other ranks have its experts."""
+        has_experts = self.job.model.has_experts(layer)
+        return self.compiled and has_experts and self.job.parallelism.has_expert_mesh
 
-    def _saved_results(
-        self, declared: PartActivations, layer: int, nth: int, *, compiled: bool
-    ) -> list[SavedTensor]:
+    def _saved_results(self, declared: PartActivations, layer: int, nth: int) -> list[SavedTensor]:
         """Results that a block saves: of attention, of sums and exchanges, and of every n-th product."""
         model = self.job.model
         layout = self.job.parallelism
-        halves = [declared.products]
-        if compiled and self._in_pieces(layer):
+        halves = [list(declared.products)]
+        if self._in_pieces(layer):
             # Those of the router and of shared experts are inside of compiled pieces.
             attention = [each for each in declared.products if not each.name.startswith("moe.")]
-            grouped = [each for each in declared.products if each.name in GROUPED]
-            halves = [tuple(attention), tuple(grouped)]
+            halves = [attention, [each for each in declared.products if each.name in GROUPED]]
         saved = [*declared.always_saved]
         for half in halves if nth else ():
-            # The compiler drops a summand whose sum is saved.
-            saved += (
-                product
-                for product in half[nth - 1 :: nth]
-                if not (compiled and layout.tp > 1 and product.cut is ActivationSplit.PARTIAL)
-            )
+            for product in half[nth - 1 :: nth]:
+                # The compiler drops a summand whose sum is saved.
+                summand = product.cut is ActivationSplit.PARTIAL and layout.tp > 1
+                if not (self.compiled and summand):
+                    saved.append(product)
         # Collectives, but not gathers.
         if layout.tp > 1:
             saved += [SavedTensor("sum", model.dim, ActivationSplit.STREAM)] * 2
@@ -215,21 +213,20 @@ class ActivationBytes(Memo):
 
     def embedding(self) -> PartBytes:
         """Bytes of the modules before the blocks; their output is the first block's input."""
-        stream = self._stream()
-        summand = self._stream(ActivationSplit.PARTIAL)
         declared = self.costs.entry_activations(self.job.model, self.job.training.seq_len)
-        kept = self.total(declared.kept)
-        return PartBytes(kept, kept + stream + summand, kept + summand, 0.0)
+        kept = self.total(declared.kept, in_block=False)
+        return PartBytes(kept, kept + self.stream + self.summand, kept + self.summand, 0.0)
 
     def head(self) -> PartBytes:
         """Bytes of the final norm and the output projection's input, without logits."""
         declared = self.costs.head_activations(self.job.model, self.job.training.seq_len)
-        kept = self.total(declared.kept) * (1 + self.job.model.mtp.depth)
-        return PartBytes(kept, kept, kept + self.total(declared.backward), kept)
+        kept = self.total(declared.kept, in_block=False) * (1 + self.job.model.mtp.depth)
+        gradients = self.total(declared.backward, in_block=False)
+        return PartBytes(kept, kept, kept + gradients, kept)
 
     def prediction(self) -> PartBytes:
         """Bytes of multi-token prediction, without its block."""
-        kept = self.total(prediction_activations(self.job.model).kept)
+        kept = self.total(prediction_activations(self.job.model).kept, in_block=False)
         return PartBytes(kept, kept, kept, kept)
 
 
