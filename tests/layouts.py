@@ -36,7 +36,7 @@ _references: dict[tuple[str, int], Trace] = {}
 def layout(name: str, *overrides: str) -> Job:
     """Compose a row of ``MATRIX`` or ``EXPERT_MATRIX``."""
     config = ParityConfig(matrix=MATRIX | EXPERT_MATRIX, layouts=[name])
-    return compose_layouts(config, list(overrides))[name][1]
+    return compose_layouts(config, list(overrides))[name]
 
 
 def reference(pool: RankPool, job: Job, steps: int = STEPS) -> Trace:

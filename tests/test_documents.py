@@ -88,7 +88,7 @@ LAYOUTS = {
 
 @cache
 def layout(name: str, *overrides: str) -> Job:
-    return compose_layouts(ParityConfig(matrix=LAYOUTS, layouts=[name]), list(overrides))[name][1]
+    return compose_layouts(ParityConfig(matrix=LAYOUTS, layouts=[name]), list(overrides))[name]
 
 
 @pytest.mark.parametrize("name", ["fsdp", "pp_interleaved", "compiled", "cp_ulysses"])

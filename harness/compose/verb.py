@@ -259,7 +259,7 @@ class Verb:
             return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
-        return partial(run, job, line.overrides), line.json or getattr(job, "wants_json", False)
+        return partial(run, job, line.overrides), line.json
 
 
 def _warn_of_shadowed_files() -> None:

@@ -66,8 +66,6 @@ class EvaluateConfig:
     out: str | None = label(None, written="file")
     """File to which a row for each task is appended. Null: evaluations.jsonl in the run folder that
     the weights are from, else in the working directory."""
-    json: bool = label(False)
-    """Print one JSON object instead of a table, as ``--json`` does."""
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,6 @@ class GenerateConfig:
     stop_at_end: bool = label(True)
     """Whether the tokenizer's end-of-document token ends a text; with ``chat`` also the end of a
     turn."""
-    json: bool = label(False)
-    """Print one JSON object instead of text, as ``--json`` does."""
     options: dict[str, Any] = label(factory=dict)
     """Options of generating, for an architecture that another package has added."""
 
@@ -270,7 +268,7 @@ class Texts(Generator):
         job: GenerateJob = request.job
         prompts = read_prompts(job, request.prompts, build_tokenizer(job.tokenizer))
         job = with_value(job, "training.seq_len", require_room(prompts, job))
-        streams = not job.wants_json and len(prompts) == 1
+        streams = len(prompts) == 1
         outcome = request.run(job, "harness.tools.inference.decode:generate", prompts, streams)
         if outcome is None:
             return EXIT_OK

@@ -71,11 +71,6 @@ class InferenceJob(Job):
         """Ranks that share parameters; replicas without gradients have nothing to exchange."""
         return super().fsdp_ranks // self.parallelism.dp_replicate
 
-    @property
-    def wants_json(self) -> bool:
-        """Whether the job itself asks for JSON."""
-        return bool(getattr(self, self.WEIGHTS.partition(".")[0]).json)
-
     @classmethod
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
         """Return overrides with ``checkpoint=PATH`` as the field it is short for, and the weights' model."""

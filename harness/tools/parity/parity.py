@@ -415,7 +415,7 @@ def matrix_rows(job: ParityJob, overrides: list[str]) -> list[ParityRow]:
     """Compose the chosen layouts of the matrix."""
     require_vocabulary(job)
     layouts = compose_layouts(job.parity, overrides, has_experts=job.model.moe.enabled)
-    return [ParityRow(name, each) for name, (_, each) in layouts.items()]
+    return [ParityRow(name, each) for name, each in layouts.items()]
 
 
 def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[ParityRow]:
@@ -442,26 +442,25 @@ def line(verdict: Verdict) -> str:
 
 def compose_layouts(
     config: ParityConfig, overrides: list[str], *, has_experts: bool = False
-) -> dict[str, tuple[int, Job]]:
-    """Compose the chosen layouts as jobs with the same numerics: name -> (ranks, job)."""
+) -> dict[str, Job]:
+    """Compose the chosen layouts as jobs with the same numerics, by name."""
     matrix = config.matrix | (config.expert_matrix if has_experts else {})
     for name in config.layouts:
         if name not in matrix:
             raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
-    jobs: dict[str, tuple[int, Job]] = {}
+    jobs: dict[str, Job] = {}
     composer = Composer("parity", ParityJob)
     names = config.layouts or matrix
     with progress(len(names), seconds=5.0) as show:
         for name in names:
             show(f"composing {name}")
             job = composer.job([*overrides, *matrix[name].split()]).plain
-            first = next(iter(jobs.values()), (0, job))[1]
-            differing = differing_numerics(first, job)
+            differing = differing_numerics(next(iter(jobs.values()), job), job)
             if differing:
                 raise ConfigError(
                     "parity.matrix", name, f"changes the numerics: {', '.join(differing)}"
                 )
-            jobs[name] = (job.world_size, job)
+            jobs[name] = job
     return jobs
 
 

@@ -45,10 +45,9 @@ def test_text_goes_to_stdout_and_rates_to_stderr(weights, capfd):
     assert "11 prompt tokens in" in output.err and "4 more in" in output.err
 
 
-@pytest.mark.parametrize("wanted", ["--json", "generate.json=true"])
-def test_json(wanted, weights, capsys):
+def test_json(weights, capsys):
     typed = [f"checkpoint={weights}", "tokenizer=bytes", "prompt=x", "generate.prompts=[a,bcd]"]
-    assert VERB.run_line([*typed, "cluster.device=cpu", "generate.max_new_tokens=5", wanted]) == 0
+    assert VERB.run_line([*typed, "cluster.device=cpu", "generate.max_new_tokens=5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     shown = [
         (text["prompt"], text["prompt_tokens"], len(text["tokens"])) for text in found["texts"]
