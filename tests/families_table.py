@@ -97,62 +97,36 @@ LLAMAS = {
         PLAIN, n_kv_heads=2, head_dim=24, tied_embeddings=True, rope=STRETCHED, norm_eps=1e-3
     ),
 }
-CASES = {
-    **LLAMAS,
-    "llama_biases_linear": changed(
-        "qwen2_debug",
-        family="llama",
-        attention__output_bias=True,
-        rope__scaling="linear",
-        rope__factor=4.0,
-    ),
-    "qwen2": changed("qwen2_debug"),
-    "qwen2_tied": changed("qwen2_debug", tied_embeddings=True, norm_eps=1e-3),
-    "mistral": changed("mistral_debug"),
-    "mistral_wide": changed(
-        "mistral_debug", head_dim=24, attention__window=5, rope__scaling="linear"
-    ),
-    "mixtral": changed("mixtral_debug"),
-    "mixtral_window": changed("mixtral_debug", attention__window=7, moe__top_k=3),
-    "qwen3": changed("qwen3_debug"),
-    "qwen3_untied": changed("qwen3_debug", tied_embeddings=False, norm_eps=1e-3),
-    "qwen3_moe": changed("qwen3_moe_debug"),
-    "qwen3_moe_some_dense": changed(
-        "qwen3_moe_debug",
-        moe__first_dense_layers=1,
-        moe__every_nth_layer=2,
-        moe__normalize_scores=False,
-    ),
-    "deepseek_v2": changed("deepseek_v2_debug"),
-    "deepseek_v2_groups": changed(
-        "deepseek_v2_debug",
-        attention__q_lora_rank=32,
-        moe__num_groups=4,
-        moe__top_groups=2,
-        moe__score_scale=16.0,
-        rope__mscale=1.0,
-    ),
-    "deepseek_v3": changed("deepseek_v3_debug"),
-    "deepseek_v3_plain": changed(
-        "deepseek_v3_debug",
-        attention__q_lora_rank=None,
-        moe__num_groups=1,
-        moe__top_groups=1,
-        moe__normalize_scores=False,
-        moe__shared_hidden_dim=64,
-        rope__scaling="none",
-        rope__interleaved=False,
-    ),
-    "gpt_oss": changed("gpt_oss_debug"),
-    "gpt_oss_truncated": changed(
-        "gpt_oss_debug", rope__truncate=True, attention__global_every_nth_layer=3
-    ),
-    "llama4": changed("llama4_debug"),
-    "llama4_maverick": changed("llama4_debug", attention__qk_norm="none", rope__scaling="none"),
-    "llama4_all_experts": changed(
-        "llama4_debug", moe__every_nth_layer=1, moe__top_k=2, attention__nope_temperature=0.0
-    ),
-}
+CHANGED = yaml.safe_load("""
+llama_biases_linear:
+    [qwen2_debug, {family: llama, attention__output_bias: true, rope__scaling: linear, rope__factor: 4.0}]
+qwen2: [qwen2_debug, {}]
+qwen2_tied: [qwen2_debug, {tied_embeddings: true, norm_eps: 0.001}]
+mistral: [mistral_debug, {}]
+mistral_wide: [mistral_debug, {head_dim: 24, attention__window: 5, rope__scaling: linear}]
+mixtral: [mixtral_debug, {}]
+mixtral_window: [mixtral_debug, {attention__window: 7, moe__top_k: 3}]
+qwen3: [qwen3_debug, {}]
+qwen3_untied: [qwen3_debug, {tied_embeddings: false, norm_eps: 0.001}]
+qwen3_moe: [qwen3_moe_debug, {}]
+qwen3_moe_some_dense:
+    [qwen3_moe_debug, {moe__first_dense_layers: 1, moe__every_nth_layer: 2, moe__normalize_scores: false}]
+deepseek_v2: [deepseek_v2_debug, {}]
+deepseek_v2_groups:
+    [deepseek_v2_debug, {attention__q_lora_rank: 32, moe__num_groups: 4, moe__top_groups: 2,
+    moe__score_scale: 16.0, rope__mscale: 1.0}]
+deepseek_v3: [deepseek_v3_debug, {}]
+deepseek_v3_plain:
+    [deepseek_v3_debug, {attention__q_lora_rank: null, moe__num_groups: 1, moe__top_groups: 1,
+    moe__normalize_scores: false, moe__shared_hidden_dim: 64, rope__scaling: none, rope__interleaved: false}]
+gpt_oss: [gpt_oss_debug, {}]
+gpt_oss_truncated: [gpt_oss_debug, {rope__truncate: true, attention__global_every_nth_layer: 3}]
+llama4: [llama4_debug, {}]
+llama4_maverick: [llama4_debug, {attention__qk_norm: none, rope__scaling: none}]
+llama4_all_experts:
+    [llama4_debug, {moe__every_nth_layer: 1, moe__top_k: 2, attention__nope_temperature: 0.0}]
+""")
+CASES = LLAMAS | {name: changed(model, **fields) for name, (model, fields) in CHANGED.items()}
 
 
 def random_model(config: ModelConfig, seq_len: int = SEQ_LEN) -> Decoder:

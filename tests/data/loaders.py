@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.training import Sizes
@@ -25,13 +26,13 @@ BYTES = build_tokenizer(TokenizerConfig("bytes"))
 BOS, EOS = 256, 257
 T, B = 16, 8
 # (last step, size) of batches, and of sequences. In the last case steps of 8 tokens end inside a sample.
-CHANGES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
-    "none": ([], []),
-    "batch": ([(3, 4), (7, 2)], []),
-    "length": ([], [(2, 4), (5, 8)]),
-    "both": ([(3, 4), (7, 2)], [(2, 4), (5, 8)]),
-    "inside a sample": ([(3, 2)], [(1, 4), (6, 8)]),
-}
+CHANGES: dict[str, Any] = yaml.safe_load("""
+none: [[], []]
+batch: [[[3, 4], [7, 2]], []]
+length: [[], [[2, 4], [5, 8]]]
+both: [[[3, 4], [7, 2]], [[2, 4], [5, 8]]]
+inside a sample: [[[3, 2]], [[1, 4], [6, 8]]]
+""")
 WEIGHTS = {"code": 0.2, "math": 0.1, "web": 0.7}
 Sample = tuple[list[int], list[int], list[int]]
 """Inputs, labels and document numbers."""

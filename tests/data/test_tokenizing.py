@@ -24,7 +24,7 @@ from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.documents import LocalFiles, LongText, Span
 from harness.data.tokenizer import build_tokenizer
-from harness.data.tokenizing import TokenizingProgress, Unit, is_held_out, units_of
+from harness.data.tokenizing import TokenizingProgress, is_held_out, units_of
 from harness.util.errors import DataError, MachineError
 
 HELD_OUT = 0.2
@@ -193,16 +193,3 @@ def test_units_do_not_depend_on_files_that_they_do_not_contain():
     assert keys("a.jsonl") < before
     os.utime("e.txt", (1, 1))
     assert 0 < len(before - keys("*.*")) <= 2
-
-
-def test_progress_has_speed_and_time_left(capsys):
-    now = 0.0
-    units = [Unit(i, str(i), (Span("a", 0, None, 100_000_000),)) for i in range(4)]
-    progress = TokenizingProgress("data.paths=[a]", units, units[1:], 2, clock=lambda: now)
-    now = 10.0
-    progress.advance(units[1], 150_000_000)
-    now = 11.0
-    progress.advance(units[2], 1)
-    assert capsys.readouterr().err == (
-        "tokenizing data.paths=[a]: 200 of 400 MB, 10.0 MB/s, 0:00:20 left, processes: 2\n"
-    )

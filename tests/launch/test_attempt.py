@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cases import rows
 from processes import python
 
 from harness.compose.composer import compose_job
@@ -19,26 +20,29 @@ from harness.launch.batch import Received
 from harness.launch.begin import begin, begin_again
 from harness.launch.faults import UnfitNodes
 from harness.launch.queue import Jobs, SlurmError
-from harness.launch.slurm_attempt import Allocation, StepFailed, _verdict
+from harness.launch.slurm_attempt import Allocation, _verdict
 from harness.launch.state import SlurmJobRecord, read_state
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[2]
-DIED = "srun: error: node1: task 1: Segmentation fault\n"
-ENDED = (
-    "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
-    "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-22T12:00:00 ***\n"
-)
-EXITED = "srun: error: node1: task 0: Exited with exit code 3\n"
-FORCED = "srun: forcing job termination\n"
-KILLED = "srun: error: node1: task 1: Killed\n"
-ENDED_TOO = KILLED.replace("Killed", "Terminated")
-BOTH = "srun: error: node1: tasks 0-1: Exited with exit code 3\n"
-TIMEOUT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
-PEER = RuntimeError("Connection closed by peer")
-STOP = KeyboardInterrupt()
+SAID = {
+    "died": "srun: error: node1: task 1: Segmentation fault\n",
+    "ended": "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+    "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-22T12:00:00 ***\n",
+    "exited": "srun: error: node1: task 0: Exited with exit code 3\n",
+    "forced": "srun: forcing job termination\n",
+    "killed": "srun: error: node1: task 1: Killed\n",
+    "terminated": "srun: error: node1: task 1: Terminated\n",
+    "both": "srun: error: node1: tasks 0-1: Exited with exit code 3\n",
+    "refused": "srun: error: Unable to create step\n",
+}
+ERRORS = {
+    "timeout": RuntimeError("Timed out waiting 4000ms for recv operation to complete"),
+    "peer": RuntimeError("Connection closed by peer"),
+    "stop": KeyboardInterrupt(),
+}
 
 
 class Granted(Allocation):
@@ -59,62 +63,43 @@ def job():
     )
 
 
-VERDICTS = {
-    # srun's SIGTERM turned rank 0's error into an interruption.
-    "dead, 0 interrupted": (DIED + ENDED, "RUNNING", EXIT_INTERRUPTED, STOP, (1, "RankDied")),
-    "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
-    "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
-    "killed, named late": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
-    "ended by srun": (
-        EXITED + ENDED + ENDED_TOO,
-        "RUNNING",
-        EXIT_MACHINE,
-        PEER,
-        (0, "RuntimeError"),
-    ),
-    "leaves": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
-    "all leave": ("", "RUNNING", None, None, (0, "RankDied")),
-    "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
-    "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
-    "stopped": ("", "RUNNING", EXIT_RESUMABLE, None, None),
-    "stopped early": ("", "RUNNING", EXIT_INTERRUPTED, STOP, (0, "KeyboardInterrupt")),
-    "srun told to end": (FORCED + KILLED + ENDED, "RUNNING", None, None, None),
-    "cancelled": (ENDED + KILLED, "CANCELLED", None, None, None),
-    "done": ("", "RUNNING", EXIT_OK, None, None),
-    "srun fails": (
-        "srun: error: Unable to create step\n",
-        "RUNNING",
-        None,
-        None,
-        (None, "StepFailed"),
-    ),
-    "srun killed": (BOTH, "RUNNING", EXIT_MACHINE, PEER, (None, "StepFailed")),
-}
-CODES = {
-    "cancelled": EXIT_INTERRUPTED,
-    "srun told to end": EXIT_INTERRUPTED,
-    "srun fails": StepFailed.exit_code,
-}
-RETURNED = {"srun told to end": 137, "srun killed": -9, "all leave": 0}
+# What srun says and returns, the exit code of rank 0's row and its error; and the first error, and the code:
+# 3 is the machine's, 75 resumable, 130 interrupted. In the first row srun's SIGTERM turned the error of
+# rank 0 into an interruption.
+VERDICTS = rows("""
+    dead, 0 interrupted  died ended               1    130   stop     [1, RankDied]           3
+    killed, 0 sees it    killed ended exited      1    3     peer     [1, RankDied]           3
+    dies late            exited ended died        1    3     peer     [1, RankDied]           3
+    killed, named late   exited ended killed      1    3     peer     [1, RankDied]           3
+    ended by srun        exited ended terminated  1    3     peer     [0, RuntimeError]       3
+    leaves               exited ended             1    3     peer     [1, RankDied]           3
+    all leave            ''                       0    null  null     [0, RankDied]           3
+    hangs                exited ended killed      1    3     timeout  [0, RuntimeError]       3
+    lags                 exited ended             1    3     timeout  [0, RuntimeError]       3
+    stopped              ''                       1    75    null     [null, null]            75
+    stopped early        ''                       1    130   stop     [0, KeyboardInterrupt]  130
+    srun told to end     forced killed ended      137  null  null     [null, null]            130
+    cancelled            ended killed             1    null  null     [null, null]            130
+    done                 ''                       1    0     null     [null, null]            0
+    srun fails           refused                  1    null  null     [null, StepFailed]      3
+    srun killed          both                     -9   3     peer     [null, StepFailed]      3
+""")
 
 
-@pytest.mark.parametrize("case", VERDICTS)
-def test_the_first_true_cause_wins(case, tmp_path):
-    said, state, row, error, first = VERDICTS[case]
+@pytest.mark.parametrize(("case", "said", "returned", "row", "error", "first", "code"), VERDICTS)
+def test_the_first_true_cause_wins(case, said, returned, row, error, first, code, tmp_path):
     folder = RunFolder(tmp_path)
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "srun.err").write_text(said)
+    (tmp_path / "logs" / "srun.err").write_text("".join(SAID[word] for word in said.split()))
     if row is not None:
         (tmp_path / "result.json").write_text(json.dumps({"exit_code": row}))
     if error is not None:
-        folder.errors.record(0, error)
-    code = _verdict(folder, Granted(state), RETURNED.get(case, 1), 2)
-    found = folder.errors.first()
-    assert (None if found is None else (found["rank"], found["type"])) == first
-    if case == "srun killed":
-        assert found is not None and found["kind"] == "machine"
-    wanted = EXIT_MACHINE if first is not None and first[1] == "RankDied" else row
-    assert code == CODES.get(case, wanted)
+        folder.errors.record(0, ERRORS[error])
+    state = "CANCELLED" if case == "cancelled" else "RUNNING"
+    assert _verdict(folder, Granted(state), returned, 2) == code
+    found = folder.errors.first() or {}
+    assert [found.get("rank"), found.get("type")] == first
+    assert case != "srun killed" or found["kind"] == "machine"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 import pytest
+from cases import rows
 from one_line import one_line
 
 from harness.compose.composer import compose_job
@@ -39,47 +40,36 @@ MIXTURE = (
     "data.weights={a: 1, b: 1}",
     "tokenizer=bytes",
 )
-TOKENS = ("data=tokens", "tokenizer=bytes")
 LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
 
 
 @pytest.mark.parametrize(
     ("typed", "says"),
-    [
-        ((*LOCAL, "data.paths=[{here}/nope.txt]"), "data.paths=.*no file matches"),
-        ((*LOCAL, "data.paths=[{here}/nope/**/*.txt]"), "data.paths=.*no file matches"),
-        (
-            (*LOCAL, "data.paths=[{here}/a.txt]", "data.validation_paths=[{here}/b]"),
-            "data.validation_paths=",
-        ),
-        (
-            (*MIXTURE, "data.sources.b={kind: tokens, paths: [{here}/nope]}"),
-            "data.sources.b.paths=.*no file",
-        ),
-        (
-            ("tokenizer.kind=huggingface", "tokenizer.path={here}/nope.json"),
-            "tokenizer.path=.*no such file",
-        ),
-        (
-            ("checkpoint.initial_load_path={here}/nope",),
-            "checkpoint.initial_load_path=.*no such folder",
-        ),
-        # What is here, or cannot be seen from here.
-        ((*LOCAL, "data.paths=[{here}/nope.txt,{here}/a.*]"), ""),
-        ((*TOKENS, "data.paths=[{here}/prefix]"), ""),
-        ((*LOCAL, "data.paths=[/not/here/either/*.txt]"), ""),
-        ((*LOCAL, "data.paths=[/local/data/*.txt]"), ""),
-        (("tokenizer.kind=huggingface", "tokenizer.path=/not/here/tokenizer.json"), ""),
-        (("tokenizer=bytes", "checkpoint.initial_load_path=s3://bucket/step-5"), ""),
-        (("tokenizer=bytes", "checkpoint.initial_load_path={here}"), ""),
-    ],
+    # What is here, or cannot be seen from here, is not missing.
+    rows("""
+        LOCAL data.paths=[{here}/nope.txt]                                  data.paths=.*no file matches
+        LOCAL data.paths=[{here}/nope/**/*.txt]                             data.paths=.*no file matches
+        LOCAL data.paths=[{here}/a.txt] data.validation_paths=[{here}/b]    data.validation_paths=
+        MIXTURE data.sources.b={kind:tokens,paths:[{here}/nope]}            data.sources.b.paths=.*no file
+        tokenizer.kind=huggingface tokenizer.path={here}/nope.json          tokenizer.path=.*no such file
+        checkpoint.initial_load_path={here}/nope                            checkpoint.init.*no such folder
+        LOCAL data.paths=[{here}/nope.txt,{here}/a.*]                       ''
+        data=tokens tokenizer=bytes data.paths=[{here}/prefix]              ''
+        LOCAL data.paths=[/not/here/either/*.txt]                           ''
+        LOCAL data.paths=[/local/data/*.txt]                                ''
+        tokenizer.kind=huggingface tokenizer.path=/not/here/tokenizer.json  ''
+        tokenizer=bytes checkpoint.initial_load_path=s3://bucket/step-5     ''
+        tokenizer=bytes checkpoint.initial_load_path={here}                 ''
+    """),
 )
 def test_what_is_missing(tmp_path, capsys, typed, says):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "prefix.idx").touch()
+    common = {"LOCAL": LOCAL, "MIXTURE": MIXTURE}
+    words = [word for each in typed.split(" ") for word in common.get(each, [each])]
     with one_line(ConfigError, says) if says else nullcontext():
-        require(*(each.replace("{here}", str(tmp_path)) for each in typed))
-    is_unseen = any("=/" in each or "[/" in each for each in typed)
+        require(*(each.replace("{here}", str(tmp_path)) for each in words))
+    is_unseen = "=/" in typed or "[/" in typed
     assert ("NOTE not checked, because nodes may see" in capsys.readouterr().err) == is_unseen
 
 
@@ -156,15 +146,3 @@ def open_train(job: Job) -> None:
     source, held_out = source_of(job.data, "train")
     options = {"held_out": held_out, "wait_for_all": None, "is_builder": True}
     open_cache(source, build_tokenizer(job.tokenizer), split="train", **options)
-
-
-def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys):
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("x")
-    require(*LOCAL, f"data.paths=[{tmp_path}/a.txt,{tmp_path}/b.txt]")
-    assert "more than once" not in capsys.readouterr().err
-    require(*LOCAL, f"data.paths=[{tmp_path}/b.txt,{tmp_path}/*.txt]")
-    says = (
-        f"NOTE data.paths names {tmp_path}/b.txt more than once, and it is read once; would work: "
-    )
-    assert says in capsys.readouterr().err

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from processes import python
 from torch import Tensor
 
@@ -19,28 +20,16 @@ from harness.model.grouped import grouped_linear
 from harness.model.moe import MoE, Router, inverse_of
 
 B, T = 2, 10
-KINDS = {
-    "softmax": [],
-    "normalized": ["model.moe.normalize_scores=true", "model.moe.score_scale=2.5"],
-    "sigmoid_before": [
-        "model.moe.score=sigmoid",
-        "model.moe.top_k=1",
-        "model.moe.score_before_experts=true",
-    ],
-    "groups": ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.top_k=3"],
-    "best_two": [
-        "model.moe.num_groups=4",
-        "model.moe.top_groups=2",
-        "model.moe.group_score=top2_sum",
-    ],
-    "biases": [
-        "model.moe.router_bias=true",
-        "model.moe.expert_bias=true",
-        "model.activation=swiglu_clamped",
-    ],
-    "shared": ["model.moe.shared_hidden_dim=24"],
-    "balanced": ["model.moe.balance_coeff=0.001", "model.moe.score=sigmoid"],
-}
+KINDS = yaml.safe_load("""
+softmax: ""
+normalized: model.moe.normalize_scores=true model.moe.score_scale=2.5
+sigmoid_before: model.moe.score=sigmoid model.moe.top_k=1 model.moe.score_before_experts=true
+groups: model.moe.num_groups=4 model.moe.top_groups=2 model.moe.top_k=3
+best_two: model.moe.num_groups=4 model.moe.top_groups=2 model.moe.group_score=top2_sum
+biases: model.moe.router_bias=true model.moe.expert_bias=true model.activation=swiglu_clamped
+shared: model.moe.shared_hidden_dim=24
+balanced: model.moe.balance_coeff=0.001 model.moe.score=sigmoid
+""")
 
 
 def config_of(*overrides: str) -> ModelConfig:
@@ -103,7 +92,7 @@ def written_out(moe: MoE, x: Tensor, config: ModelConfig) -> tuple[Tensor, list[
 
 @pytest.mark.parametrize("name", KINDS)
 def test_output_gradients_and_loads(name):
-    config = config_of(*KINDS[name])
+    config = config_of(*KINDS[name].split())
     moe, x = mixture_of(config), torch.randn(B, T, config.dim, requires_grad=True)
     out, load = moe(x)
     expected, expected_load = written_out(moe, x, config)

@@ -131,12 +131,12 @@ def test_by_names():
 
 @pytest.mark.parametrize(
     ("schedule", "per_stage", "expected"),
-    [
-        ("1F1B", None, [[0], [1], [2], [3]]),
-        ("LoopedBFS", 1, [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]),
-        ("ZBVZeroBubble", None, [[0, 7], [1, 6], [2, 5], [3, 4]]),
-        ("DualPipeV", 2, [[0, 7], [1, 6], [2, 5], [3, 4]]),
-    ],
+    rows("""
+        1F1B           null  [[0], [1], [2], [3]]
+        LoopedBFS      1     [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+        ZBVZeroBubble  null  [[0, 7], [1, 6], [2, 5], [3, 4]]
+        DualPipeV      2     [[0, 7], [1, 6], [2, 5], [3, 4]]
+    """),
 )
 def test_placement(schedule, per_stage, expected):
     layout = ParallelismConfig(pp=4, pp_schedule=schedule, pp_layers_per_stage=per_stage)
@@ -144,18 +144,18 @@ def test_placement(schedule, per_stage, expected):
 
 
 @pytest.mark.parametrize(
-    ("rows", "placed", "microbatches", "per_rank"),
-    [
-        (["0F0,0F1, 0B0,,0B1", "1F0,1I0,1W0,1F1,1I1,1W1"], [[0], [1]], 2, 1),
-        (["0F0,3F0,3B0,0B0", "1F0,2F0,2B0,1B0"], [[0, 3], [1, 2]], 1, 2),
-        (["0F0,2F0,2B0,0B0", "1F0,1B0"], [[0, 2], [1]], 1, 2),
-    ],
-    ids=["split", "v", "unequal"],
+    ("schedule", "placed", "microbatches", "per_rank"),
+    # Split, a V, and unequal numbers of stages.
+    rows("""
+        '0F0,0F1, 0B0,,0B1 | 1F0,1I0,1W0,1F1,1I1,1W1'  [[0], [1]]        2  1
+        '0F0,3F0,3B0,0B0 | 1F0,2F0,2B0,1B0'            [[0, 3], [1, 2]]  1  2
+        '0F0,2F0,2B0,0B0 | 1F0,1B0'                    [[0, 2], [1]]     1  2
+    """),
 )
-def test_csv_places_stages(tmp_path, rows, placed, microbatches, per_rank):
+def test_csv_places_stages(tmp_path, schedule, placed, microbatches, per_rank):
     """The file takes precedence over pp_schedule."""
     path = tmp_path / "schedule.csv"
-    path.write_text("\n".join(rows) + "\n")
+    path.write_text(schedule.replace(" | ", "\n") + "\n")
     read = read_csv_schedule(str(path), pp=2)
     total = len([*chain(*placed)])
     assert (read.stages_of_rank, read.num_stages, read.num_microbatches) == (

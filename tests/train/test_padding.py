@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from jobs import batches_of, tiny, train
 from layouts import layout, reference, require_parity
 
@@ -19,16 +20,15 @@ from harness.train.setup import process_group
 CPU = torch.device("cpu")
 LENGTHS = [20, 14]
 """Tokens of two conversations in a row."""
-MODELS = {
-    "mixtral": ["model=mixtral_debug"],
-    "deepseek_v3": ["model=deepseek_v3_debug", "model.moe.aux_loss_coeff=0.1"],
-    "qwen3_moe": ["model=qwen3_moe_debug", "model.moe.aux_loss_coeff=0.1"],
-    # Biases of experts.
-    "gpt_oss": ["model=gpt_oss_debug"],
-    # Experts get scaled inputs.
-    "llama4": ["model=llama4_debug"],
-    "compiled": ["model=deepseek_v3_debug", "compile=on", "compile.backend=aot_eager"],
-}
+# GPT-OSS has biases of experts, and Llama 4 gives them scaled inputs.
+MODELS = yaml.safe_load("""
+mixtral: model=mixtral_debug
+deepseek_v3: model=deepseek_v3_debug model.moe.aux_loss_coeff=0.1
+qwen3_moe: model=qwen3_moe_debug model.moe.aux_loss_coeff=0.1
+gpt_oss: model=gpt_oss_debug
+llama4: model=llama4_debug
+compiled: model=deepseek_v3_debug compile=on compile.backend=aot_eager
+""")
 
 
 def batch_of(rows: int, length: int) -> Batch:
@@ -61,8 +61,8 @@ def stepped(rows: int, length: int, *overrides: str) -> tuple[float, int, dict[s
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_that_of_its_conversations_without_padding(name):
-    loss, tokens, expected = stepped(1, sum(LENGTHS), *MODELS[name])
-    padded_loss, padded_tokens, found = stepped(2, sum(LENGTHS) + 30, *MODELS[name])
+    loss, tokens, expected = stepped(1, sum(LENGTHS), *MODELS[name].split())
+    padded_loss, padded_tokens, found = stepped(2, sum(LENGTHS) + 30, *MODELS[name].split())
     assert padded_loss == pytest.approx(loss, rel=1e-6)
     assert padded_tokens == tokens == sum(LENGTHS)
     assert found.keys() == expected.keys() and "layers.3.moe.router.weight" in found

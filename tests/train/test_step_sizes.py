@@ -5,6 +5,7 @@ from __future__ import annotations
 import jobs
 import pytest
 import torch
+import yaml
 from equal import assert_equal
 from jobs import random_batch, tiny
 
@@ -19,17 +20,16 @@ SCHEDULE = (
     "schedule.batch_size=[{until_step:2,sequences:2}]",
     "schedule.seq_len=[{until_step:3,tokens:16}]",
 )
-MODELS = {
-    "dense": ["model=llama3_tiny"],
-    # The auxiliary loss is a mean over the sequences of a step.
-    "experts_mtp": ["model=deepseek_v3_debug", "model.mtp.depth=1", "model.moe.aux_loss_coeff=0.1"],
-    # A window wider than the shorter sequences, and sinks.
-    "window_sinks": ["model=gpt_oss_debug", "model.attention.window=24"],
-    # Temperatures that depend on positions, and chunks.
-    "positions": ["model=llama4_debug"],
-    "chunked_loss": ["model=llama3_tiny", "training.loss_chunks=3"],
-    "recomputed": ["model=llama3_tiny", "activation_checkpoint=full"],
-}
+# The auxiliary loss is a mean over the sequences of a step. A window is wider than the shorter sequences. In
+# Llama 4 temperatures depend on positions, and there are chunks.
+MODELS = yaml.safe_load("""
+dense: model=llama3_tiny
+experts_mtp: model=deepseek_v3_debug model.mtp.depth=1 model.moe.aux_loss_coeff=0.1
+window_sinks: model=gpt_oss_debug model.attention.window=24
+positions: model=llama4_debug
+chunked_loss: model=llama3_tiny training.loss_chunks=3
+recomputed: model=llama3_tiny activation_checkpoint=full
+""")
 
 
 def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch.Tensor]]:
@@ -44,7 +44,7 @@ def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_is_that_of_a_job_of_its_sizes(model):
-    options = [*MODELS[model], "model.moe.balance_coeff=0"]
+    options = [*MODELS[model].split(), "model.moe.balance_coeff=0"]
     job = tiny(*FULL, *SCHEDULE, *options)
     with process_group(job, CPU):
         scheduled, engines = Engine(job, CPU), {}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from cases import rows
 from conversions import model_of, require_same, run
 from families_table import (
     CASES,
@@ -349,16 +350,16 @@ def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_p
     plain = CASES["deepseek_v3"]
     model, tensors, stored, file = written(tmp_path, WITH_MTP)
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    for ours, theirs in {
-        "mtp.embedding_norm.weight": "enorm.weight",
-        "mtp.hidden_norm.weight": "hnorm.weight",
-        "mtp.proj.weight": "eh_proj.weight",
-        "mtp.norm.weight": "shared_head.norm.weight",
-        "mtp.block.attention_norm.weight": "input_layernorm.weight",
-        "mtp.block.moe.balance_bias": "mlp.gate.e_score_correction_bias",
-        "tok_embeddings.weight": "embed_tokens.weight",
-        "output.weight": "shared_head.head.weight",
-    }.items():
+    for ours, theirs in rows("""
+        mtp.embedding_norm.weight        enorm.weight
+        mtp.hidden_norm.weight           hnorm.weight
+        mtp.proj.weight                  eh_proj.weight
+        mtp.norm.weight                  shared_head.norm.weight
+        mtp.block.attention_norm.weight  input_layernorm.weight
+        mtp.block.moe.balance_bias       mlp.gate.e_score_correction_bias
+        tok_embeddings.weight            embed_tokens.weight
+        output.weight                    shared_head.head.weight
+    """):
         assert torch.equal(stored[f"model.layers.4.{theirs}"], tensors[ours]), ours
     # A model without the block can read the same files; the model with it needs files that have it.
     require_same(
