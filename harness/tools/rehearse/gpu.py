@@ -108,7 +108,8 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
         value = float(amount)
         match kind:
             case "kernel":
-                calls.kernels[words[0]] = count
+                # Functions of several compiled graphs may have the same name.
+                calls.kernels[words[0]] += count
             case "product":
                 calls.products[tuple(words)] = (count, value)
             case "collective":

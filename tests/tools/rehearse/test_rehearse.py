@@ -77,6 +77,8 @@ def test_every_row_goes_to_some_rank(ranks, skew):
 def test_calls_are_read():
     text = (
         "3\t0\tkernel\tvoid f<int>(int)\n"
+        "1\t0\tkernel\ttriton_poi_fused_0\n"
+        "4\t0\tkernel\ttriton_poi_fused_0\n"
         "2\t64\tproduct\tbfloat16\tfloat8_e4m3\t1\t2\t4\t8\n"
         "5\t100\tcollective\tall_gather\tid 0\n"
         "4\t40\tpoint to point\tsend\tid 1\n"
@@ -86,7 +88,7 @@ def test_calls_are_read():
         "7\t0\tmemset\n"
     )
     calls = read_calls(text, Counter({("stream", "train/engine.py:1"): 2}))
-    assert calls.kernels == {"void f<int>(int)": 3}
+    assert calls.kernels == {"void f<int>(int)": 3, "triton_poi_fused_0": 5}
     assert calls.products == {("bfloat16", "float8_e4m3", "1", "2", "4", "8"): (2, 64.0)}
     assert calls.collectives == {("all_gather", "id 0"): (5, 100.0)}
     assert calls.sends == {("send", "id 1"): (4, 40.0)}
