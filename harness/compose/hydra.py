@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from harness.compose.hydra_errors import not_yaml, user_errors
 from harness.compose.override import SETTING, Override, parse, quoted
-from harness.compose.overrides import FROM_CONFIG, options_of
+from harness.compose.overrides import FROM_CONFIG
 from harness.compose.paths import (
     Stamp,
     config_folders,
@@ -326,22 +326,13 @@ def search_path(
 
 def shadowed() -> str:
     """Say which of the user's files are not used, because an earlier folder has another of the same name."""
-    paths = config_folders().paths
-    names = set()
-    for path in paths[1:]:
-        names |= {file.stem for file in path.glob("*.yaml")}
-    for group in config_folders().groups:
-        names |= {f"{group}/{option}" for option in options_of(group)}
-    hidden = []
-    for name in sorted(names):
-        first, *others = (
-            path / f"{name}.yaml" for path in paths if (path / f"{name}.yaml").is_file()
-        )
-        # A copy changes nothing.
-        hidden += [(first, other) for other in others if other.read_bytes() != first.read_bytes()]
-    shown = [
-        f"{other}: not used, {first} has the same name and comes first" for first, other in hidden
-    ]
+    shown = []
+    for path in config_folders().paths[1:]:
+        for file in sorted([*path.glob("*.yaml"), *path.glob("*/*.yaml")]):
+            first = config_folders().find(str(file.relative_to(path).with_suffix("")))
+            # A copy changes nothing.
+            if first is not None and first.read_bytes() != file.read_bytes():
+                shown.append(f"{file}: not used, {first} has the same name and comes first")
     more = len(shown) - SHADOWED_SHOWN
     if more > 0:
         shown[SHADOWED_SHOWN:] = [f"and {more} more files"]

@@ -22,16 +22,6 @@ from harness.util.files import write_atomically
 EVALUATIONS = "evaluations.jsonl"
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
 _GIT_SECONDS = 20
-_NUMBER = (int, float)
-# Types of the values that tables and verdicts read. Those of the window are numbers too.
-_NEVER_NULL = ("exit_code", "exit_reason", "step", "start_step", "tokens", "world_size")
-_KINDS: dict[str, Any] = {
-    **dict.fromkeys(_NEVER_NULL, int),
-    **dict.fromkeys(("exit_reason", "error.kind", "error.message"), str),
-    **dict.fromkeys(("tokens_per_second_per_rank", "mfu", "memory_gib"), _NUMBER),
-    **dict.fromkeys(("flops_per_token_full", "peak_flops", "first_step_seconds"), _NUMBER),
-    **dict.fromkeys(("loss", "validation_loss"), (*_NUMBER, str)),  # NaN is written as a string
-}
 RUN = (
     Metric("id", "hash", "Job id: hash of all numerics and execution fields."),
     Metric(
@@ -78,14 +68,7 @@ def write_result(run_dir: Path, row: dict[str, Any]) -> Path:
 
 def read_result(run_dir: Path) -> dict[str, Any]:
     """Read the row that ``write_result`` wrote."""
-    row = parse_object((run_dir / "result.json").read_bytes())
-    for name, value in row.items():
-        kind = _NUMBER if name.startswith("window.") else _KINDS.get(name)
-        if kind is None or (value is None and name not in _NEVER_NULL):
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name} is of type {type(value).__name__}")
-    return row
+    return parse_object((run_dir / "result.json").read_bytes())
 
 
 def versions() -> dict[str, str | None]:

@@ -107,11 +107,6 @@ class Damaged(NamedTuple):
 
 
 CONTENTS = yaml.safe_load("""
-result:
-    {world_size: 1, step: 4, exit_reason: completed, exit_code: 0, start_step: 0, tokens: 64, loss: 2.5,
-    mfu: 0.1, memory_gib: 1.0, flops_per_token_full: 9, peak_flops: 1.0e+12, window.tokens_per_second: 0.5,
-    window.tokens_per_second_median: 0.5, window.step_seconds_median: 0.5, window.step_seconds_spread: 0.5,
-    error.kind: bug, error.message: text, error.rank: 0}
 status: {state: failed, host: h, pid: 7, pid_started: 8, time: 1.5, exit_code: 1}
 error:
     {time: 1.5, rank: 0, step: 1, host: h, kind: bug, type: E, message: m, where: null, exit_code: 1,
@@ -119,7 +114,6 @@ error:
 code: {commit: c, dirty: false, versions: {torch: '2'}}
 record: {name: n, index: 0, job_id: '7', restarts: 0, cancelled: false}
 """)
-NAMES = {"id": JOB.id, "numerics_id": JOB.numerics_id, "name": JOB.name}
 PARTS = ("model", "training", "cluster", "profiling", "name")  # one for each type of field
 MANIFEST = "checkpoints/step-3/manifest.json"
 FILES = {
@@ -148,7 +142,6 @@ FILES = {
         ("training.steps text",),
     ),
     JOB_RECORD: Damaged(CONTENTS["record"], SlurmJobRecord.read, 2, ("name removed",)),
-    "result.json": Damaged(NAMES | CONTENTS["result"], look),
     "status.json": Damaged(CONTENTS["status"], look),
     "errors/rank0.json": Damaged(CONTENTS["error"], look),
     "code.json": Damaged(CONTENTS["code"], look),
