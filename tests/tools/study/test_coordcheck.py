@@ -24,7 +24,6 @@ from harness.tools.study.coordcheck import (
     CoordCheckJob,
     coordcheck,
     judge,
-    slope,
 )
 from harness.util.errors import EXIT_OK
 
@@ -121,12 +120,6 @@ def test_growth_at_one_step_is_found():
     ]
     [verdict] = judge(activations, 0.25)
     assert (verdict.word, verdict.step) == (GROWS, 1) and verdict.slope == pytest.approx(1)
-
-
-def test_a_value_without_logarithm_has_no_slope():
-    assert math.isnan(slope([(64, 0.0), (128, 1.0)])) and math.isnan(
-        slope([(64, math.inf), (128, 1.0)])
-    )
 
 
 def test_recorded_values_are_those_of_the_modules():

@@ -169,10 +169,3 @@ def test_an_interval_is_inside_outside_or_neither():
     assert not straddling.is_inside and not straddling.is_outside
     assert replace(estimate, bound=0.3).is_outside
     assert Estimate.of([-1.0, -2.0, -3.0], 0.3, 0.05).is_outside
-
-
-def test_estimates_without_variance_or_of_one_value():
-    assert Estimate.of([0.0] * 3, 1e-9, 0.05).is_inside
-    assert Estimate.of([0.1] * 3, 0.05, 0.05).is_outside
-    single = Estimate.of([0.0], 1e9, 0.05)
-    assert not single.is_inside and not single.is_outside
