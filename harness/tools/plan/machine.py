@@ -143,31 +143,34 @@ class Machine:
         """
         if group.ranks == 1 or moved == 0:
             return 0.0
-        there_and_back = 2.0 if collective == "all_reduce" else 1.0
-        share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
+        sent = moved * sent_share(collective, group.ranks)
         rate = self.device.link_bandwidth * self.constants.link
-        if (
-            self.device.name.startswith(DIRECTLY_WIRED)
-            and 2 < self.board <= 4
-            and group.per_node > 1
-        ):
+        directly_wired = self.device.name.startswith(DIRECTLY_WIRED) and 2 < self.board <= 4
+        if directly_wired and group.per_node > 1:
             # These boards have no switch: their links are divided among the other devices.
             rate *= (group.per_node - 1) / (self.board - 1)
         if group.nodes > 1:
             if collective == "all_to_all":
                 # Pieces for ranks of this node and of others are sent at the same time.
-                outside = (group.ranks - group.per_node) / group.ranks
-                inside = (share - outside) * moved / rate
-                between = outside * moved / self.network_rate
-                return max(inside, between) + self.constants.latency
+                outside = moved * (group.ranks - group.per_node) / group.ranks
+                longest = max((sent - outside) / rate, outside / self.network_rate)
+                return longest + self.constants.latency
             adapters = 1 if collective == "send" else group.per_node
             rate = min(rate, self.network_rate * adapters)
-        return there_and_back * share * moved / rate + self.constants.latency
+        return sent / rate + self.constants.latency
 
     @property
     def network_rate(self) -> float:
         """Achieved bytes per second and device between nodes."""
         return self.network_bandwidth * self.constants.network
+
+
+def sent_share(collective: str, ranks: int) -> float:
+    """Bytes that a rank sends in a collective, as a multiple of the full tensor."""
+    if collective == "send":
+        return 1.0
+    share = (ranks - 1) / ranks
+    return 2 * share if collective == "all_reduce" else share
 
 
 @lru_cache(maxsize=4096)

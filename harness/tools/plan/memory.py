@@ -149,10 +149,7 @@ class StageMemory:
         # A pipeline has the ends on different ranks.
         if joint_ends and self.fsdp and not self.pipelined:
             self._join_ends()
-        split = layout.tp if layout.uses_sequence_parallel else 1
-        self.boundary = (
-            activations.tokens * job.model.dim * BYTES[job.precision.param_dtype] / split
-        )
+        self.boundary = activations.stream
         """Bytes of one microbatch's stream between stages."""
         output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
         self.left = {"activations": output + (self.boundary if stage > 0 else 0.0)}

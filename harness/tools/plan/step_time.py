@@ -26,7 +26,7 @@ from harness.tools.plan.collectives import (
     sharing_of,
     sharing_of_block,
 )
-from harness.tools.plan.machine import Group, Machine, group_of
+from harness.tools.plan.machine import Group, Machine, group_of, sent_share
 from harness.tools.plan.order import gathering_passes, pipeline_order, simulate
 from harness.tools.plan.parameters import BYTES, groups_of, held_modules, muon_update, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
@@ -79,9 +79,9 @@ class StepModel:
                 known[key] = self.worker.block(layer), sharing_of_block(job, machine, layer)
             self.blocks.append(known[key])
         self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
-        frees = self.layout.pp > 1 and self.layout.reshards_after_forward
-        self.gathering: set[Action] = set()
-        if frees:
+        self.gathering = set[Action]()
+        """Passes that find their stage's parameters freed."""
+        if self.layout.pp > 1 and self.layout.reshards_after_forward:
             self.gathering.update(*map(gathering_passes, self.order))
         modules = split_modules(self.layout, job.model.n_layers)
         self.stages = [self._stage(names) for names in modules]
@@ -275,18 +275,13 @@ class StepModel:
             alike[item.axis, item.collective, item.group].append((item, times))
         traffic = []
         for (axis, collective, group), own in alike.items():
-            # Bytes that a rank sends, as a multiple of the full tensor.
-            sent = (group.ranks - 1) / group.ranks
-            if collective == "send":
-                sent = 1.0
-            elif collective == "all_reduce":
-                sent *= 2
+            size = sum(item.bytes * times for item, times in own)
             total = Traffic(
                 axis,
                 collective,
                 group.ranks,
                 count=sum(times for _, times in own),
-                bytes=sum(item.bytes * times for item, times in own) * sent,
+                bytes=size * sent_share(collective, group.ranks),
                 link=self.machine.link_of(group),
                 seconds=sum(item.seconds * times for item, times in own),
                 exposed_seconds=sum(item.exposed * times for item, times in own),
