@@ -169,6 +169,7 @@ class Worker:
         self.casts_stream = precision.linear == "float8_tensorwise" and sequence_parallel
 
     def block(self, layer: int) -> BlockPasses:
+        """The passes of one block: forward from top to bottom, then backward."""
         job = self.job
         machine = self.machine
         operations = self.model_costs.block_operations(job.model, layer, job.training.seq_len)
