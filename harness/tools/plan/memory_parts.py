@@ -249,28 +249,27 @@ class LogitBytes:
     def __init__(self, job: Job, activations: ActivationBytes) -> None:
         layout = job.parallelism
         model = job.model
-        streams = 1 + model.mtp.depth
+        self.streams = 1 + model.mtp.depth
         split = layout.tp > 1 and layout.loss_parallel
         outputs = costs_of(model).outputs(model)
         vocabulary = -(-outputs // layout.tp) if split else outputs
-        self.compute = BYTES[job.precision.param_dtype]
+        self.compute = activations.sizes["compute"]
         self.numbers = float(activations.tokens * vocabulary)
-        self.streams = streams
-        self.pipelined = layout.pp > 1
         self.unusable = 0.0
         """Bytes that are free in backward of the loss, but too small for its tensors."""
         # Without the parallel loss, the ranks' columns are gathered.
         self.columns = self.numbers / layout.tp if layout.tp > 1 and not split else 0.0
-        held = self.compute if self.pipelined else 0  # a schedule keeps the last stage's output
+        held = self.compute if layout.pp > 1 else 0  # a schedule keeps the last stage's output
+        inductor = job.compile.loss and job.compile.backend == "inductor"
         if job.training.loss_chunks > 1:
-            stream = streams * activations.tokens * model.dim
+            stream = self.streams * activations.tokens * model.dim
             chunk = self.numbers / job.training.loss_chunks
             self._chunked(chunk, float(vocabulary * model.dim), stream, FLOAT32 * activations.cpu)
-        elif job.compile.loss and job.compile.backend == "inductor" and split:
+        elif inductor and split:
             # Collectives between maximum, sum and difference keep the loss from being one kernel.
             forward = self.compute + 2 * FLOAT32
             self._plain(FLOAT32 + held, forward, FLOAT32 + self.compute + held)
-        elif job.compile.loss and job.compile.backend == "inductor":
+        elif inductor:
             self._plain(kept=self.compute, forward=2 * self.compute, backward=2 * self.compute)
         else:
             copy = FLOAT32 if self.compute < FLOAT32 else 0

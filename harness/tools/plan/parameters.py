@@ -42,8 +42,8 @@ class HeldTensor:
     spec: TensorSpec
     group: str
     """The FSDP group (``fsdp_groups``): ``layers.7``, ``layers.7.experts``, ``head`` ..."""
-    gathered: tuple[int, ...]
-    """Shape during computation: split by tensor and expert parallel only."""
+    gathered_elements: int
+    """Number of its values during computation: split by tensor and expert parallel only."""
     sharded: tuple[int, ...]
     """Shape of the shard between steps."""
 
@@ -54,10 +54,6 @@ class HeldTensor:
     @cached_property
     def held_elements(self) -> int:
         return prod(self.sharded)
-
-    @cached_property
-    def gathered_elements(self) -> int:
-        return prod(self.gathered)
 
 
 class Memo:
@@ -220,7 +216,7 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
         name = name.rpartition(".")[0]
     group = groups[name]
     if spec.is_buffer:
-        return HeldTensor(spec, group, spec.shape, spec.shape)
+        return HeldTensor(spec, group, prod(spec.shape), spec.shape)
     shards = layout.parameter_shards
     dim = 0
     local = spec.shape
@@ -230,7 +226,7 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
         local = _cut(local, 0, layout.ep)
     if spec.split_dim is not None:
         local = _cut(local, spec.split_dim, tp_of(layout, spec))
-    return HeldTensor(spec, group, local, _cut(local, dim, shards))
+    return HeldTensor(spec, group, prod(local), _cut(local, dim, shards))
 
 
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
