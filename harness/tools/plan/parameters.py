@@ -88,6 +88,8 @@ class HeldModule(Memo):
         )
         # The optimizer's state: tensors like the parameter, and the float32 step of some kinds.
         self.optimizer_bytes = 0.0
+        self.update_bytes = 0.0
+        """Traffic of the optimizer's update, if parameters have 32 bits."""
         self.groups: dict[str, list[HeldTensor]] = {}
         """The parameters by FSDP group."""
         self.exchanged: list[TensorSpec] = []
@@ -95,6 +97,7 @@ class HeldModule(Memo):
         for tensor in parameters:
             self.groups.setdefault(tensor.group, []).append(tensor)
             kind = KINDS[kind_of(optimizer, tensor.spec)]
+            self.update_bytes += kind.moved_bytes * tensor.held_elements
             if kind.exchanges:
                 self.exchanged.append(tensor.spec)
             if optimizer.state_dtype == EIGHT_BIT:
@@ -124,6 +127,7 @@ class RankParameters:
         """Bytes of its parameters; their gradients take as many."""
         self.buffer_bytes = sum(module.buffer_bytes for module in self.held_modules)
         self.optimizer_bytes = sum(module.optimizer_bytes for module in self.held_modules)
+        self.update_bytes = sum(module.update_bytes for module in self.held_modules)
 
 
 @of_one_model

@@ -10,14 +10,11 @@ from itertools import chain
 from typing import TypeVar
 
 from harness.config.job import Job
-from harness.config.model import ModelConfig, of_one_model
-from harness.config.optimizer import KINDS, NEWTON_SCHULZ_STEPS, OptimizerConfig
+from harness.config.optimizer import NEWTON_SCHULZ_STEPS
 from harness.config.pipeline import split_modules, stages_of_rank
 from harness.metrics.mfu import mfu
 from harness.model.accounting import account
 from harness.model.architecture import block_kinds
-from harness.model.spec import tensors
-from harness.optimizer.settings import kinds_of
 from harness.tools.plan.block_cost import BlockPasses, Worker
 from harness.tools.plan.collectives import (
     Collective,
@@ -36,18 +33,6 @@ from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 CLIP_BYTES = 12
 
 Made = TypeVar("Made")
-
-
-@of_one_model
-def moved_by_update(model: ModelConfig, optimizer: OptimizerConfig) -> float:
-    """Bytes that the optimizer's update moves per 32-bit parameter, the mean over the model."""
-    found = kinds_of(optimizer, tensors(model).values())
-    moved = values = 0.0
-    for kind, own in found.items():
-        size = sum(tensor.size for tensor in own)
-        values += size
-        moved += KINDS[kind].moved_bytes * size
-    return moved / values
 
 
 @dataclass(frozen=True)
@@ -172,38 +157,31 @@ class StepModel:
 
     # -- a step ----
 
-    def _update_seconds(self, rank: int) -> float:
-        """Seconds of the norm, clipping and the optimizer on a pipeline rank."""
-        held = parameters_of(self.job, rank).held
-        width = BYTES[self.job.precision.master_dtype] / 4
-        moved = CLIP_BYTES + moved_by_update(self.job.model, self.job.optimizer)
-        return self.machine.pass_seconds(held * moved * width)
+    def _update(self, rank: int) -> Pass:
+        """The norm, clipping and the optimizer on a pipeline rank.
 
-    def _orthogonalization(self, rank: int) -> Pass:
-        """Muon's iterations on a pipeline rank, and the exchange of matrices, which they hide."""
+        Muon exchanges matrices behind its iterations.
+        """
         job = self.job
-        update = muon_update(job, parameters_of(job, rank))
+        parameters = parameters_of(job, rank)
+        moved = CLIP_BYTES * parameters.held + parameters.update_bytes
+        width = BYTES[job.precision.master_dtype] / 4
+        computing = self.machine.pass_seconds(moved * width)
+        update = muon_update(job, parameters)
         dtype = job.optimizer.newton_schulz_dtype or job.precision.param_dtype
         product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=BYTES[dtype])
-        computing = 0.0
+        iterating = 0.0
         for (short, long), count in update.shapes.items():
             step = product(short, long, short) + product(short, short, short)
-            computing += NEWTON_SCHULZ_STEPS * count * (step + product(short, short, long))
+            iterating += NEWTON_SCHULZ_STEPS * count * (step + product(short, short, long))
         if not update.sent:
-            return Pass(computing)
+            return Pass(computing + iterating)
         axes = ("dp_replicate", "dp_shard", "cp", "tp")
         group = group_of(job, self.machine.ranks_per_node, *axes)
         size = update.sent * group.ranks / (group.ranks - 1)
         exchange = Collective.on(self.machine, "optimizer", "all_to_all", group, size)
-        exposed = max(0.0, exchange.seconds - computing)
-        return Pass(computing, (replace(exchange, exposed=exposed),))
-
-    def timeline(self) -> list[list[Action]]:
-        """The passes of every pipeline rank with their times, in one pass over a local batch."""
-        sending = 0.0 if self.layout.pp == 1 else self._send.seconds
-        equal = set(map(self._which, chain.from_iterable(self.order)))
-        seconds = {which: self._pass(*which).seconds for which in equal}
-        return simulate(self.order, lambda action: seconds[self._which(action)], sending)
+        exposed = max(0.0, exchange.seconds - iterating)
+        return Pass(computing + iterating, (replace(exchange, exposed=exposed),))
 
     def _which(self, action: Action) -> tuple[int, str, bool]:
         """Stage and kind of a pass, and whether it gathers parameters: what its time depends on."""
@@ -222,7 +200,10 @@ class StepModel:
     def speed(self) -> tuple[Speed, list[Traffic]]:
         """The step's time and its parts, and the traffic of the slowest rank."""
         job = self.job
-        timeline = self.timeline()
+        sending = 0.0 if self.layout.pp == 1 else self._send.seconds
+        equal = set(map(self._which, chain.from_iterable(self.order)))
+        seconds = {which: self._pass(*which).seconds for which in equal}
+        timeline = simulate(self.order, lambda action: seconds[self._which(action)], sending)
         makespan = max(actions[-1].end for actions in timeline)
         ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
         slowest = max(ranks, key=lambda rank: sum(rank[0].values()) - rank[0]["bubble"])
@@ -258,9 +239,9 @@ class StepModel:
         parts["bubble"] = makespan * passes - sum(parts.values())
         for stage in own:
             add(self.stages[stage].once, passes)
-        orthogonalization = self._orthogonalization(rank)
-        parts["optimizer"] = self._update_seconds(rank) + orthogonalization.seconds
-        collectives += [(item, 1) for item in orthogonalization.collectives]
+        update = self._update(rank)
+        parts["optimizer"] = update.seconds
+        collectives += [(item, 1) for item in update.collectives]
         # Activations to the next stage and gradients to the previous one, unless it is on this rank.
         neighbours = [each for stage in own for each in (stage - 1, stage + 1) if each not in own]
         sends = sum(each in range(len(self.stages)) for each in neighbours)

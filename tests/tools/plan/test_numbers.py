@@ -1,4 +1,4 @@
-"""Numbers of plans, as they were when ``python tests/tools/plan/test_numbers.py`` wrote ``numbers.json``.
+"""Numbers of plans that ``PYTHONPATH=tests python tests/tools/plan/test_numbers.py`` wrote into a file.
 
 Whether they are right is the question of the other tests, of published rows and of rehearsals.
 """
