@@ -93,31 +93,6 @@ def test_gpu_table_judges_the_targets_by_ratios_within_a_round():
     )
 
 
-def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone():
-    out = {"failed": "out_of_memory", "message": "Tried to allocate 2 GiB"}
-    starved = {
-        **{k: v for k, v in gpu_row("bf16", "harness", 0, 1.0).items() if k != "tokens_per_second"},
-        **out,
-    }
-    rows = [
-        {**starved, "n_layers": 20},
-        {**starved, "mode": "bf16_compile", "n_layers": 10},
-        gpu_row("bf16", "harness", 0, 500.0, mfu=0.4, mfu_causal=0.3),
-    ]
-    table = gpu_cases.render(FACTS, rows)
-    # The larger model's failure is told, but the line is that of the size that was measured in its place.
-    [line] = [line for line in table.splitlines() if "| bf16 |" in line]
-    assert "| 8B | 10 | full | bf16 | 500 |" in line
-    assert "| 8B | 10 | full | bf16_compile | out of memory |" in table
-    assert "- 8B 20 layers, full, bf16, harness: out_of_memory: Tried to allocate 2 GiB" in table
-    assert "- bf16_compile at least 55% MFU: not measured" in table
-    other = gpu_cases.render(
-        {**FACTS, "device": "NVIDIA L4"}, [{**rows[2], "shape": "1B", "mode": "bf16_compile"}]
-    )
-    assert "(this is a NVIDIA L4)" in other
-    assert "yes" not in other and "no;" not in other
-
-
 def test_estimate_of_memory():
     """Against the closed form by hand for Llama 3 8B with 2 layers, T 8192, everything kept."""
     case = gpu_cases.Case("8B", "none", "bf16", n_layers=2, device="cpu")

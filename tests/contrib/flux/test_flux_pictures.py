@@ -10,7 +10,7 @@ from one_line import one_line
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[3] / "experiments" / "flux_shapes"))
-from read_back import judge, read
+from read_back import judge
 from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
@@ -149,12 +149,6 @@ def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path):
     rule = DrawnShapes("validation", 24, seed=1)
     drawn = [rule.read(number, number) for number in range(40)]
     assert all(judge(picture, caption).all for picture, caption in drawn)
-    assert sum(judge(drawn[i][0], drawn[i - 1][1]).all for i in range(40)) <= 2
-    assert {each.shape for picture, _ in drawn for each in read(picture)} == {
-        "circle",
-        "square",
-        "triangle",
-    }
     shown, captions = zip(*drawn[:9], strict=True)
     write_sheet(tmp_path / "sheet.png", shown, captions)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
