@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from math import inf, isfinite, nan
@@ -126,11 +126,16 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
         if not runs:
             continue
         first = next(iter(seeds.values()))
-        name = without_seed(first["point"])
-        if len(runs) > 1:
-            name = f"{name} ({len(runs)} seeds)".strip()
-        curves.append(Curve(name or first["point"], first["numerics_id"], runs))
-    return sorted(curves, key=lambda each: each.last)
+        curves.append(Curve(first["point"], first["numerics_id"], runs))
+    names = [without_seed(curve.name) for curve in curves]
+    if len(set(names)) < len(names):  # the seed is all that tells some of them apart
+        names = [curve.name for curve in curves]
+    named = []
+    for curve, name in zip(curves, names, strict=True):
+        if len(curve.runs) > 1:
+            name = f"{name} ({len(curve.runs)} seeds)".strip()
+        named.append(replace(curve, name=name or curve.name))
+    return sorted(named, key=lambda each: each.last)
 
 
 def can_draw() -> bool:

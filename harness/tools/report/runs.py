@@ -90,12 +90,6 @@ def _study(study: StudyRecord | None, rows: Sequence[Row]) -> tuple[list[Block],
     return [Table(columns, ranked, "Study", [text], best["point"])], [sentence]
 
 
-def _best_of(rows: Sequence[Row]) -> Row | None:
-    """Return the row with the highest throughput per rank; None if nothing was measured."""
-    known = [row for row in rows if row.get(f"measured.{RATE}") is not None]
-    return max(known, key=lambda row: row[f"measured.{RATE}"], default=None)
-
-
 def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
     """Return the table of runs, the fastest first and marked, and its picture."""
     ordered = fastest_first(row for row in rows if row["state"] != "skipped")
@@ -110,10 +104,8 @@ def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
         )
     if any(row.get("measured.spread") for row in ordered):
         notes.append(f"{THROUGHPUT}. {SPREAD}")
-    best = _best_of(rows)
-    blocks: list[Block] = [
-        Table(_OF_RUNS, ordered, "Runs", notes, None if best is None else best["point"])
-    ]
+    best = [row["point"] for row in ordered[:1] if f"measured.{RATE}" in row]
+    blocks: list[Block] = [Table(_OF_RUNS, ordered, "Runs", notes, best[0] if best else None)]
     names = [row["point"] for row in ordered]
     if plots.bars(folder / "runs.png", f"{title}: throughput and memory", names, ordered):
         blocks.append(Figure("runs.png", "Runs"))
@@ -146,8 +138,8 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     counts = Counter(row["state"] for row in rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     lines = [f"{plural(len(rows), 'point')}: {states}."]
-    best = _best_of(rows)
-    if best is not None:
+    best = fastest_first(rows)[0] if rows else {}
+    if f"measured.{RATE}" in best:
         spread = best.get("measured.spread")
         of_steps = f" (spread of its steps {spread:.1%})" if spread is not None else ""
         lines.append(
