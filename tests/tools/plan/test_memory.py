@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -69,6 +70,18 @@ def test_joint_ends_stay_gathered() -> None:
     assert joint.kinds["gradients"] == apart.kinds["gradients"]
     pipelined = job_of(f"{LLAMA_8B} pp=2 dp_shard=4")
     assert rank_memory(pipelined, Software(joint_ends=True)) == rank_memory(pipelined)
+
+
+def test_a_layout_is_planned_the_same_after_another() -> None:
+    """A rank alone reduces in place; replicas copy gradients, of modules that both layouts hold."""
+    small = (
+        "model.n_layers=2 model.vocab_size=1024 training.seq_len=64 training.global_batch_size=2"
+    )
+    line = f"{LLAMA_8B} {small}"
+    alone, replicas = job_of(f"{line} dp_shard=1"), job_of(f"{line} dp_replicate=2")
+    expected = rank_memory(replicas)
+    assert rank_memory(alone) != expected
+    assert rank_memory(replace(replicas, model=alone.model)) == expected
 
 
 def test_outputs_that_a_pipeline_keeps() -> None:
