@@ -246,14 +246,18 @@ def test_the_same_numbers_another_way(pool):
     """Bitwise: gathers in float8, with scales ahead of them, recomputation and compilation."""
     gather = "precision.enable_fsdp_float8_all_gather=true"
     ahead = "precision.precompute_float8_dynamic_scale_for_fsdp=true"
-    for dtype, options in (
-        ("float32", [(gather,), (gather, ahead)]),
+    for dtype, layout, options in (
+        ("float32", "fsdp", [(gather,), (gather, ahead)]),
+        # A scale is that of the whole weight, of which a tensor-parallel rank has a part.
+        ("float32", "fsdp_tp", [(gather,)]),
         (
             "bfloat16",
+            "fsdp",
             [("activation_checkpoint=selective_op",), ("compile=on", "compile.backend=aot_eager")],
         ),
     ):
-        shared = (*precision_of("float8_tensorwise", dtype), "parallelism=fsdp", "model.n_layers=2")
+        linear = precision_of("float8_tensorwise", dtype)
+        shared = (*linear, f"parallelism={layout}", "model.n_layers=2")
         runs = []
         for each in ((), *options):
             job = job_of(*shared, *each)
