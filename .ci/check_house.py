@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of tokens. They go down with every deletion.
 BUDGETS = {
     "util": 8_150,
-    "config": 28_390,
+    "config": 28_330,
     "data": 31_810,
     "model": 18_700,
     "metrics": 7_480,
@@ -38,16 +38,16 @@ BUDGETS = {
     "precision": 3_430,
     "parallelism": 18_600,
     "optimizer": 9_300,
-    "checkpoint": 14_120,
+    "checkpoint": 14_110,
     "weights": 20_650,
     "train": 23_580,
-    "compose": 19_100,
+    "compose": 19_060,
     "launch": 29_560,
     "tools": 98_790,
     "contrib": 30_020,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 372_010
+HARNESS_AT_MOST = 371_900
 TESTS_AT_MOST = 258_300
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.

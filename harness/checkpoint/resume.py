@@ -173,30 +173,25 @@ def no_usable_error(folder: str, reasons: list[str]) -> UserError:
     )
 
 
-@dataclass(frozen=True)
-class EarlierWork:
-    """What earlier attempts have left of a job in its run folder."""
+def is_finished(job: Job, run_dir: Path) -> bool:
+    """Whether the job has completed, and its last checkpoint still exists; ask before an attempt begins."""
+    config = job.checkpoint
+    if not config.enable or not config.resume or config.load_step >= 0:
+        return False
+    if RunFolder(run_dir).row.get("exit_reason") != "completed":
+        return False
+    with contextlib.suppress(DamagedCheckpoint):
+        return CheckpointFolder(folder_of(job, run_dir)).find(job.steps).step == job.steps
+    return False
 
-    is_finished: bool = False
-    """The job has completed, and its last checkpoint still exists."""
-    can_resume: bool = False
-    """There is a complete checkpoint (file sizes are checked, contents are not)."""
 
+def can_resume(job: Job, run_dir: Path) -> bool:
+    """Whether there is a complete checkpoint to resume from; file sizes are checked, contents are not.
 
-def earlier_work(job: Job, run_dir: Path) -> EarlierWork:
-    """Find out whether the job has anything left to do, and whether it would resume.
-
-    Ask before an attempt begins or after it has ended; what to load is ``find_start``'s question.
+    What to load is ``find_start``'s question.
     """
     config = job.checkpoint
-    if not config.enable or not config.resume:
-        return EarlierWork()
-    checkpoints = CheckpointFolder(folder_of(job, run_dir))
-    if config.load_step < 0 and RunFolder(run_dir).row.get("exit_reason") == "completed":
-        with contextlib.suppress(DamagedCheckpoint):
-            if checkpoints.find(job.steps).step == job.steps:
-                return EarlierWork(is_finished=True, can_resume=True)
-    return EarlierWork(can_resume=bool(checkpoints.complete(1)[0]))
+    return config.enable and config.resume and _newest(folder_of(job, run_dir)) is not None
 
 
 def show_finished(job: Job, run_dir: Path) -> int:

@@ -384,18 +384,14 @@ def check_conversations(job: Job) -> None:
         rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"
         raise ConfigError("schedule.seq_len", job.schedule.seq_len, rule, "[]")
     attention = job.model.attention
-    longest = {}
-    if attention.chunk is not None:
-        longest["chunk"] = attention.chunk
+    most = attention.chunk or job.training.seq_len
     if attention.nope_temperature:
         # Positions 0 to floor - 2 have the same temperature.
-        longest["nope_temperature"] = attention.nope_temperature_floor - 1
-    most = min(longest.values(), default=job.training.seq_len)
+        most = min(most, attention.nope_temperature_floor - 1)
     if job.training.seq_len > most:
-        name = next(name for name, length in longest.items() if length == most)
         rule = (
-            f"model.attention.{name} counts positions from the beginning of a sample, and conversations of "
-            "data.kind=chat begin anywhere"
+            "model.attention.chunk and nope_temperature count positions from the beginning of a sample, and "
+            "conversations of data.kind=chat begin anywhere"
         )
         raise ConfigError("training.seq_len", job.training.seq_len, rule, f"at most {most}")
 

@@ -333,10 +333,6 @@ class ScheduleConfig:
                 raise ConfigError(f"schedule.{sizes}", getattr(self, sizes), rule, works)
         decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * curve)
         if self.warmup_steps + decay_steps > curve:
-            works = f"at most {curve - decay_steps}"
-            if self.decay_ratio is None or self.decay_ratio < 1:
-                # The decay's number of steps is rounded, by half a step at most.
-                least = math.ceil((self.warmup_steps + 0.5) / (1 - (self.decay_ratio or 0)))
-                works += f", or training.steps={least}, or schedule.total_steps={least}"
+            works = f"at most {curve - decay_steps}, or more training.steps or schedule.total_steps"
             rule = f"warm-up and decay ({decay_steps} steps) must fit into {name}={curve}"
             raise ConfigError("schedule.warmup_steps", self.warmup_steps, rule, works)

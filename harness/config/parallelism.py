@@ -213,17 +213,11 @@ class ParallelismConfig:
             )
         if world_size is not None and self.world_size != world_size:
             named = degrees_in_words(self.degrees, between="=", none="")
-            others = self.world_size // self.dp_shard
-            rest = (
-                f"{world_size // others}, -1"
-                if world_size % others == 0
-                else f"degrees that divide {world_size}"
-            )
             rule = (
                 f"the degrees multiply to {self.world_size}{f' ({named})' if named else ''}, "
                 f"but there are {world_size} ranks{origin}"
             )
-            works = f"{rest}, or {self.world_size} ranks"
+            works = f"-1, degrees that multiply to {world_size}, or {self.world_size} ranks"
             raise ConfigError("parallelism.dp_shard", self.dp_shard, rule, works)
         if self.pp == 1 or self.pp_schedule_csv is None:
             return self

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from harness.checkpoint.catalog import CheckpointFolder
-from harness.checkpoint.resume import CONTINUES, earlier_work
+from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.config.job import Job
 from harness.run.folder import LATEST, METRICS, RunFolder, run_folders
 from harness.run.result import EVALUATIONS, write_json_atomically
@@ -89,7 +89,7 @@ def earlier_attempt(run_dir: Path) -> Path | None:
 def _archive_earlier_attempt(folder: RunFolder, job: Job, names: tuple[str, ...]) -> None:
     if folder.state == "planned":
         return  # no earlier attempt
-    resumes = earlier_work(job, folder.path).can_resume
+    resumes = can_resume(job, folder.path)
     names = names if resumes else (*names, *PER_CURVE)
     present = [folder.path / name for name in names if (folder.path / name).exists()]
     if not present:

@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.checkpoint.resume import earlier_work, show_finished
+from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
@@ -230,7 +230,7 @@ def _begin_on_rank_0(
             return store.get("folder").decode()
     outcome = _BEGUN
     try:
-        if earlier_work(job, folder.path).is_finished:
+        if is_finished(job, folder.path):
             show_finished(job, folder.path)
             outcome = _FINISHED
         else:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.checkpoint.resume import earlier_work, show_finished
+from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.failures import VICTIMS, kind_of_text
 from harness.config.job import Job
 from harness.launch import queue
@@ -127,7 +127,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     """Run the job of a run folder; return its exit code."""
     started = time.monotonic()
     job = folder.read_job()
-    if earlier_work(job, folder.path).is_finished:  # the script was submitted again by hand
+    if is_finished(job, folder.path):  # the script was submitted again by hand
         return show_finished(job, folder.path)
     if not folder.path.name.startswith(job.id):  # a point of a sweep adds a digest
         sys.stderr.write(f"WARNING {folder.path}/job.json was edited: this job is {job.id}\n")

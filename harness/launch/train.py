@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from harness.checkpoint.resume import earlier_work, show_finished
+from harness.checkpoint.resume import is_finished, show_finished
 from harness.compose.composer import Composed
 from harness.compose.verb import Verb
 from harness.config.cluster import CLUSTERS
@@ -40,7 +40,7 @@ def train(job: Job, overrides: list[str]) -> int:
                 f"so the job would train here, and not by cluster.kind={job.cluster.kind}"
             )
         run_launched_rank(job, folder, overrides)
-    if earlier_work(job, folder.path).is_finished:
+    if is_finished(job, folder.path):
         return show_finished(job, folder.path)
     require_inputs(job)
     require_vocabulary(job)

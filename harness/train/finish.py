@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.resume import earlier_work
+from harness.checkpoint.resume import can_resume
 from harness.config.failures import VICTIMS
 from harness.config.job import Job
 from harness.run.folder import RunFolder
@@ -41,7 +41,7 @@ def finish_run(
             sys.stderr.flush()
     if code in STOPPED and folder.is_cancelled:
         code = EXIT_INTERRUPTED
-    elif code == EXIT_INTERRUPTED and earlier_work(job, folder.path).can_resume:
+    elif code == EXIT_INTERRUPTED and can_resume(job, folder.path):
         code = EXIT_RESUMABLE  # from an earlier checkpoint, not from where it was stopped
     folder.wait_for_result(row_seconds)
     try:

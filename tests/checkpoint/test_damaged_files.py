@@ -14,7 +14,7 @@ from jobs import tiny
 
 from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint, encode_manifest
 from harness.checkpoint.load import _ranks
-from harness.checkpoint.resume import CONTINUES, EarlierWork, earlier_work, find_start
+from harness.checkpoint.resume import CONTINUES, can_resume, find_start, is_finished
 from harness.config.job import Job
 from harness.launch.listing import rows_of, table_of
 from harness.launch.rows import completed
@@ -94,7 +94,7 @@ def look(run_dir: Path) -> None:
         format_failure(error, 1, folder)
     to_text(table_of(rows_of([Point(JOB.id, run_dir, [])], read_states([run_dir]))))
     completed({"world_size": 1, **folder.row, "state": "completed"})
-    earlier_work(JOB, run_dir)
+    is_finished(JOB, run_dir)
 
 
 class Damaged(NamedTuple):
@@ -204,7 +204,7 @@ def test_every_key_of_every_file(name, tmp_path):
                 file.read(tmp_path)
         else:
             file.read(tmp_path)
-            assert not earlier_work(JOB, tmp_path).is_finished
+            assert not is_finished(JOB, tmp_path)
 
 
 def as_a_folder(manifest: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_checkpoint_before_is_used(damage, says, tmp_path):
     start = find_start(JOB, tmp_path)
     assert [each.step for each in start.candidates] == [2]
     assert "step-3 cannot be used: " in start.warnings[0] and says in start.warnings[0]
-    assert earlier_work(JOB, tmp_path) == EarlierWork(can_resume=True)
+    assert can_resume(JOB, tmp_path) and not is_finished(JOB, tmp_path)
     assert find_source(str(tmp_path)).path.endswith("step-2")
 
 
