@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +28,11 @@ from harness.util.words import counted, dollars, figure, gib, seconds, shortened
 
 REASON_CHARS = 120
 VALUE_CHARS = 40
-MOST_NAMED = 3
-"""Kinds of memory, or parts of a step, that a summary names."""
 NEGLIGIBLE = 1e-6
 """Fraction of a step, or of the memory, below which a difference is rounding."""
 ONE_PLAN = ("search", "rehearse", "calibrate", "picture", "against")
 """Fields that ask for more than a plan."""
 FITS = {None: "unknown", True: "yes", False: "NO"}
-Form = Callable[[float], str]
 
 
 def compare(points: list[Composed]) -> Result:
@@ -192,58 +189,48 @@ def cost_changes(a: Plan, b: Plan) -> dict[str, float]:
 
 
 def render_differences(a: Plan, b: Plan) -> str:
-    """Format the comparison: fields, memory, communication, the step, and what matters most."""
+    """Format the comparison: fields, memory, communication, the step, and what all steps cost."""
     facts = []
     for name, plan in (("A", a), ("B", b)):
         layout = f": {mesh_of(plan.job.parallelism)}" if plan.job.world_size > 1 else ""
         facts.append((name, f"{plan.job.name} on {devices(plan)}{layout}"))
-    fields = [
-        [
-            name,
-            *(shortened(as_typed(value), VALUE_CHARS) for value in (x, y)),
-            "numbers" if numerics else "",
-        ]
-        for name, numerics, x, y in changed_fields(a.job, b.job)
-    ]
-    memory = _kinds(a, b)
-    if a.memory_limit is not None and b.memory_limit is not None:
-        memory.append(("left", a.memory_limit - a.peak, b.memory_limit - b.peak))
-    sent = sent_by(a), sent_by(b)
-    names = sorted({*sent[0], *sent[1]}, key=lambda name: PARTS.index(name.split()[0]))
-    traffic = [(name, sent[0].get(name, 0.0), sent[1].get(name, 0.0)) for name in names]
+    fields = []
+    for name, numerics, x, y in changed_fields(a.job, b.job):
+        values = [shortened(as_typed(value), VALUE_CHARS) for value in (x, y)]
+        fields.append((name, *values, "numbers" if numerics else ""))
+    memory = kinds_of_fullest(a), kinds_of_fullest(b)
+    for plan, kinds in zip((a, b), memory, strict=True):
+        if plan.memory_limit is not None:
+            kinds["left"] = plan.memory_limit - plan.peak
     blocks = [
         aligned_facts(facts),
         _table(("field", "A", "B", "changes"), fields, right=()),
-        _sizes("memory at its peak, GiB on the fullest rank", "kind", memory),
+        _sizes("memory at its peak, GiB on the fullest rank", "kind", *memory),
     ]
-    if traffic:
-        blocks.append(
-            _sizes("communication in a step, GiB that the busiest rank sends", "axis", traffic)
-        )
+    if a.traffic or b.traffic:
+        title = "communication in a step, GiB that the busiest rank sends"
+        blocks.append(_sizes(title, "axis", sent_by(a), sent_by(b)))
     if a.speed is not None and b.speed is not None:
-        title = "a step, predicted; change: of A's device time for a token\n"
         changes = cost_changes(a, b)
-        before = a.speed.parts
-        after = b.speed.parts
-        rows = [
-            (part_name(part), before.get(part, 0.0), after.get(part, 0.0), changes[part])
-            for part in PARTS
-        ]
-        rows.append(("the step", a.speed.step_seconds, b.speed.step_seconds, sum(changes.values())))
-        parts = [
-            (name, seconds(x), seconds(y), f"{change:+.1%}")
-            for name, x, y, change in rows
-            if max(x, y) > NEGLIGIBLE * a.speed.step_seconds
-        ]
+        parts = list[tuple[str, ...]]()
+        for part, change in changes.items():
+            x, y = (speed.parts.get(part, 0.0) for speed in (a.speed, b.speed))
+            if max(x, y) > NEGLIGIBLE * a.speed.step_seconds:
+                parts.append((part_name(part), seconds(x), seconds(y), f"{change:+.1%}"))
+        steps = [seconds(speed.step_seconds) for speed in (a.speed, b.speed)]
+        parts.append(("the step", *steps, f"{sum(changes.values()):+.1%}"))
+        title = "a step, predicted; change: of A's device time for a token\n"
         blocks.append(title + _table(("part", "A", "B", "change"), parts))
-    totals = [*_totals(a, b), ("fits", FITS[a.fits], FITS[b.fits], "")]
-    blocks.append(_table(("", "A", "B", "change"), totals, indent=""))
-    blocks.append(aligned_facts(_summary(a, b)))
+    else:
+        blocks.append("a step: unknown; a plan without against says what to set\n")
+    blocks.append(_table(("", "A", "B", "change"), [*_totals(a, b)], indent=""))
     return "\n".join(blocks)
 
 
 def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
     """The comparison as plain containers for JSON; ``cost_change`` is in fractions of A's device time."""
+    first = kinds_of_fullest(a)
+    second = kinds_of_fullest(b)
     known = a.speed is not None and b.speed is not None
     return {
         "a": as_dict(a),
@@ -252,7 +239,7 @@ def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
             {"name": name, "numerics": numerics, "a": x, "b": y}
             for name, numerics, x, y in changed_fields(a.job, b.job)
         ],
-        "memory_change": {kind: after - before for kind, before, after in _kinds(a, b)},
+        "memory_change": {kind: second[kind] - size for kind, size in first.items()},
         "cost_change": cost_changes(a, b) if known else None,
     }
 
@@ -266,29 +253,36 @@ def _table(
     return to_text(Table.of_cells(headings, cells, right), indent)
 
 
-def _signed(change: float, form: Form) -> str:
-    return "-" if change == 0 else f"{'+' if change > 0 else '-'}{form(abs(change))}"
+def _signed(change: float) -> str:
+    """GiB with a sign, or ``-``."""
+    sign = "+" if change > 0 else "-"
+    return "-" if change == 0 else f"{sign}{gib(abs(change))}"
 
 
-def _kinds(a: Plan, b: Plan) -> list[tuple[str, float, float]]:
-    """Bytes of each kind on the fullest ranks, and their sum."""
-    first, second = (max(plan.memory, key=lambda rank: rank.peak) for plan in (a, b))
-    kinds = [(kind, first.kinds.get(kind, 0.0), second.kinds.get(kind, 0.0)) for kind in KINDS]
-    return [*(each for each in kinds if any(each[1:])), ("peak", first.peak, second.peak)]
+def kinds_of_fullest(plan: Plan) -> dict[str, float]:
+    """Bytes of each kind on the fullest rank, and their sum, ``peak``."""
+    fullest = max(plan.memory, key=lambda rank: rank.peak)
+    kinds = {kind: fullest.kinds.get(kind, 0.0) for kind in KINDS}
+    return {**kinds, "peak": fullest.peak}
 
 
-def _sizes(title: str, heading: str, sizes: Sequence[tuple[str, float, float]]) -> str:
+def _sizes(title: str, heading: str, a: dict[str, float], b: dict[str, float]) -> str:
     """A table of bytes of both plans, and what the second one has more."""
     rows = []
-    negligible = NEGLIGIBLE * max(abs(before) for _, before, _ in sizes)
-    for name, before, after in sizes:
+    for name in [*a, *(other for other in b if other not in a)]:
+        before = a.get(name, 0.0)
+        after = b.get(name, 0.0)
+        if not (before or after):
+            continue
         change = after - before
-        cells = [_signed(size, gib).removeprefix("+") for size in (before, after)]
-        rows.append([name, *cells, _signed(change if abs(change) > negligible else 0.0, gib)])
+        if abs(change) <= NEGLIGIBLE * max(before, after):
+            change = 0.0
+        cells = [_signed(size).removeprefix("+") for size in (before, after)]
+        rows.append((name, *cells, _signed(change)))
     return f"{title}\n" + _table((heading, "A", "B", "B - A"), rows)
 
 
-def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
+def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, ...]]:
     unit = "GPU" if a.accelerator is not None and b.accelerator is not None else "rank"
     sides = [in_short(plan) for plan in (a, b)]
     for plan, figures in zip((a, b), sides, strict=True):
@@ -302,31 +296,10 @@ def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
         ("dollars", "dollars"),
     ):
         x, y = (figures[key] for figures in sides)
-        if x is not None and y is not None and key == "mfu":
-            yield name, f"{x:.1%}", f"{y:.1%}", ""
-        elif x is not None and y is not None:
-            yield name, figure(x), figure(y), f"{y / x - 1:+.1%}"
-
-
-def _summary(a: Plan, b: Plan) -> list[tuple[str, str]]:
-    if a.speed is None or b.speed is None:
-        unknown = " and ".join(name for name, plan in (("A", a), ("B", b)) if plan.speed is None)
-        time = f"unknown for {unknown}; a plan without against says what to set"
-    else:
-        changes = {part_name(part): change for part, change in cost_changes(a, b).items()}
-        slower = sum(changes.values())
-        size = f"{abs(slower):.1%} {'less' if slower < 0 else 'more'}"
-        named = _largest(changes, lambda change: f"{change:+.1%}")
-        time = f"B takes {size} device time for a token{named}"
-    *kinds, (_, before, after) = _kinds(a, b)
-    named = _largest({kind: y - x for kind, x, y in kinds}, lambda change: _signed(change, gib))
-    size = f"{gib(abs(after - before))} GiB {'less' if after < before else 'more'}"
-    return [("time", time), ("memory", f"B takes {size}{named}")]
-
-
-def _largest(changes: dict[str, float], form: Form) -> str:
-    """Name the largest changes, without those that are a hundredth of the largest."""
-    ordered = sorted(changes.items(), key=lambda item: -abs(item[1]))[:MOST_NAMED]
-    floor = abs(ordered[0][1]) / 100
-    named = ", ".join(f"{name} {form(change)}" for name, change in ordered if abs(change) > floor)
-    return f": {named}" if named else ""
+        if x is None and y is None:
+            continue
+        form = "{:.1%}".format if key == "mfu" else figure
+        cells = ["unknown" if value is None else form(value) for value in (x, y)]
+        change = "" if x is None or y is None else f"{y / x - 1:+.1%}"
+        yield name, *cells, change
+    yield "fits", FITS[a.fits], FITS[b.fits], ""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -16,11 +13,10 @@ from harness.config.job import Job, differing_numerics
 from harness.tools.plan.config import GPUS, PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.render import device_name
+from harness.tools.plan.render import device_name, figure_columns, in_short
 from harness.tools.plan.space import MODES
 from harness.util.errors import ConfigError, divisors
 from harness.util.tables import Column, Table, to_text
-from harness.util.words import figure, gib
 
 Change = tuple[str, ...]
 """Overrides that are added to those of the job."""
@@ -38,7 +34,7 @@ CLOSEST = 3
 class Remedy:
     """A changed job, and its plan."""
 
-    changes: tuple[Change, ...]
+    overrides: Change
     """One change, or two."""
     plan: Plan
     changes_numbers: bool
@@ -47,16 +43,13 @@ class Remedy:
     """Whether it takes more devices."""
 
     @property
-    def overrides(self) -> list[str]:
-        """The overrides of all changes; of a field that two set, the last."""
-        by_field = {}
-        for override in chain.from_iterable(self.changes):
-            by_field[override.partition("=")[0]] = override
-        return list(by_field.values())
-
-    @property
     def typed(self) -> str:
         return " ".join(self.overrides)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it keeps parameters on the host, so that its time is unknown: copies are not planned."""
+        return self.plan.job.parallelism.cpu_offload
 
     @property
     def rate(self) -> float | None:
@@ -65,22 +58,17 @@ class Remedy:
         return None if speed is None or self.offloads else speed.tokens_per_second_per_rank
 
     @property
-    def offloads(self) -> bool:
-        """Whether it keeps parameters on the host, so that its time is unknown: copies are not planned."""
-        return self.plan.job.parallelism.cpu_offload
+    def is_plain(self) -> bool:
+        """Whether the job computes the same on the same devices, in a known time."""
+        return not (self.changes_numbers or self.takes_more or self.offloads)
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key: cheapest first."""
+        """Sort key: cheapest first; those that do not fit last, the smallest first."""
         if not self.plan.fits:
             return (True, self.plan.peak)
-        return (
-            False,
-            self.changes_numbers,
-            self.takes_more,
-            self.rate is None,
-            -(self.rate or 0.0),
-        )
+        unknown = self.rate is None
+        return (False, self.changes_numbers, self.takes_more, unknown, -(self.rate or 0.0))
 
 
 def kinds_of_change(job: Job) -> Iterator[list[Change]]:
@@ -163,7 +151,7 @@ def _on_more_devices(job: Job, factor: int) -> Change | None:
 
 
 def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
-    """Plan changes of a job that does not fit: of each kind the smallest that is enough, else the largest.
+    """Plan changes of a job that does not fit: of each kind the smallest that is enough, else the best.
 
     If each that is enough has other numbers, more devices or an unknown time, a second change is
     added to the one of the others that takes the least memory. ``overrides`` compose the job.
@@ -174,30 +162,23 @@ def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
         smallest first.
     """
     composer = Composer("plan", PlanJob)
-    found = _smallest_changes(composer, plan, overrides)
-    plain = [
-        each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)
-    ]
+    found = [*_smallest_changes(composer, plan, overrides)]
+    plain = [each for each in found if each.is_plain]
     if plain and not any(each.plan.fits for each in plain):
         first = min(plain, key=lambda each: each.plan.peak)
-        typed = [*overrides, *first.overrides]
-        found += [
-            replace(each, changes=(*first.changes, *each.changes))
-            for each in _smallest_changes(composer, first.plan, typed)
-            if each.plan.fits and not (each.takes_more or each.offloads)
-        ]
+        for second in _smallest_changes(composer, first.plan, [*overrides, *first.overrides]):
+            if second.plan.fits and not (second.takes_more or second.offloads):
+                # Of a field that both set, the second value counts.
+                fields = {each.partition("=")[0]: each for each in first.overrides}
+                fields |= {each.partition("=")[0]: each for each in second.overrides}
+                found.append(replace(second, overrides=tuple(fields.values())))
     return sorted(found, key=lambda each: each.order)
 
 
-def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
-    """Plan the smallest change of each kind that fits, or else the best if it takes less memory.
-
-    A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may
-    take more, so the smallest is tried, too.
-    """
+def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) -> Iterator[Remedy]:
+    """Plan the smallest change of each kind that fits, or else the best if it takes less memory."""
     before = plan.job
 
-    @cache
     def composed(change: Change) -> PlanJob | None:
         """The changed job; None if it is illegal or the same."""
         try:
@@ -206,87 +187,58 @@ def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) 
             return None
         return None if job.plain == before else job
 
-    @cache
-    def remedy(change: Change) -> Remedy:
-        job = composed(change)
-        assert job is not None, "only legal changes are planned"
-        numbers = differing_numerics(before, job.plain)
-        more = job.world_size > before.world_size
-        return Remedy((change,), make_plan(job.plain, calibration_of(job)), bool(numbers), more)
-
-    def placed(change: Change) -> tuple[Job, tuple[int, int]] | None:
-        """The changed job and its nodes, however they are given."""
-        if (job := composed(change)) is None:
-            return None
-        return replace(job.plain, cluster=before.cluster), job.cluster.nodes_for(job.world_size)
-
-    found = []
     for changes in kinds_of_change(before):
-        legal = [change for change in changes if composed(change)]
-        if not legal:
+        best: Remedy | None = None
+        for change in changes:
+            job = composed(change)
+            if job is None:
+                continue
+            made = make_plan(job.plain, calibration_of(job))
+            if made.fits or made.peak < (plan if best is None else best.plan).peak:
+                numbers = bool(differing_numerics(before, job.plain))
+                best = Remedy(change, made, numbers, job.world_size > before.world_size)
+            if made.fits:
+                break
+        if best is None:
             continue
-        best = remedy(legal[-1])
-        if best.plan.fits:
-            first = bisect_left(
-                legal[:-1], True, key=lambda change: remedy(change).plan.fits is True
-            )
-            best = remedy(legal[first])
-        else:
-            best = min(best, remedy(legal[0]), key=lambda each: each.plan.peak)
-        if best.plan.peak < plan.peak:
-            [change] = best.changes
-            for each in change:
-                # Leave out what the job would have anyway.
-                fewer = tuple(other for other in change if other != each)
-                change = fewer if placed(fewer) == placed(change) else change
-            found.append(replace(best, changes=(change,)))
-    return found
+        for each in best.overrides:
+            # Leave out what the job would have anyway.
+            fewer = tuple(other for other in best.overrides if other != each)
+            job = composed(fewer)
+            if job is not None and _runs_alike(job.plain, best.plan.job):
+                best = replace(best, overrides=fewer)
+        yield best
+
+
+def _runs_alike(a: Job, b: Job) -> bool:
+    """Whether two jobs are the same on the same nodes, however these are given."""
+    nodes = [job.cluster.nodes_for(job.world_size) for job in (a, b)]
+    return nodes[0] == nodes[1] and replace(a, cluster=b.cluster) == b
 
 
 def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
-    """Format what makes a job fit, and what comes closest."""
+    """Format what makes a job fit, or what comes closest."""
     enough = [each for each in found if each.plan.fits]
-    others = [each for each in found if not each.plan.fits]
-    closest = others[:CLOSEST]
-    if not enough:
-        title = "no change makes it fit" + ("; the closest are\n" if closest else "\n")
-        return f"{title}{_table(plan, closest)}search=true tries every layout of these ranks\n"
-    alone = any(len(each.changes) == 1 for each in enough)
-    title = (
-        "each of these makes it fit"
-        if alone
-        else "no single change makes it fit, but each of these pairs"
-    )
-    text = f"{title}; cheapest first\n{_table(plan, enough)}"
-    if closest:
-        named = ", ".join(f"{each.typed} ({gib(each.plan.peak)} GiB)" for each in closest)
-        more = f", and {len(others) - len(closest)} others" if len(others) > len(closest) else ""
-        text += f"not enough alone: {named}{more}\n"
-    return text
-
-
-def _table(plan: Plan, found: Sequence[Remedy]) -> str:
     unit = device_name(plan)
-    before = plan.speed
-    ranks = plan.job.world_size
     columns = [
         Column("change", "change"),
-        Column("memory_peak", "GiB", gib),
-        Column("rate", f"tokens/s a {unit}", str),
-        Column("faster", "speed", "+.1%"),
+        *figure_columns(f"tokens/s a {unit}"),
         Column("besides", "besides"),
     ]
     rows = []
-    for each, data in zip(found, remedies_as_dict(found), strict=True):
-        besides = [f"{data['world_size']} {unit}s"] if data["world_size"] != ranks else []
-        if each.changes_numbers:
-            besides.append("changes the numbers")
-        rate = "unknown" if each.rate is None else figure(each.rate)
-        row = data | {"change": each.typed, "rate": rate, "besides": ", ".join(besides)}
-        if each.rate is not None and before is not None:
-            row["faster"] = each.rate / before.tokens_per_second_per_rank - 1
-        rows.append(row)
-    return to_text(Table(columns, rows, missing=""), "  ")
+    for each in enough or found[:CLOSEST]:
+        besides = [f"{each.plan.job.world_size} {unit}s"] if each.takes_more else []
+        besides += ["changes the numbers"] if each.changes_numbers else []
+        figures = in_short(each.plan)
+        if each.rate is None:
+            figures |= dict.fromkeys(("step_seconds", "tokens_per_second_per_rank", "mfu"))
+            besides.append("unknown time")
+        rows.append({"change": each.typed, "besides": ", ".join(besides)} | figures)
+    table = to_text(Table(columns, rows, missing=""), "  ")
+    if enough:
+        return f"each of these makes it fit; cheapest first\n{table}"
+    closest = "; the closest are\n" if found else "\n"
+    return f"no change makes it fit{closest}{table}search=true tries every layout of these ranks\n"
 
 
 def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:

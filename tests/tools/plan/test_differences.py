@@ -94,14 +94,10 @@ a step, predicted; change: of A's device time for a token
                              A       B  change
 tokens/s a GPU           4,096   2,560  -37.5%
 tokens/s in all         16,384  20,480  +25.0%
-MFU                      50.0%   50.0%
+MFU                      50.0%   50.0%   +0.0%
 GPU-hours of all steps   0.111   0.178  +60.0%
 dollars                  0.222   0.356  +60.0%
 fits                       yes      NO
-
-time    B takes 60.0% more device time for a token: tp communication, exposed +56.0%, computing +14.0%, \
-dp communication, exposed -10.0%
-memory  B takes 1.50 GiB more: activations +2.50, parameters -1.00
 """
     )
 
@@ -137,7 +133,7 @@ def test_from_the_command_line() -> None:
 def test_without_a_known_device_there_is_memory_only() -> None:
     result = compared("parallelism.tp=2", "cluster.accelerator=null", "parallelism.dp_shard=2")
     assert result.data["cost_change"] is None and "tokens/s" not in result.text
-    assert "\ntime    unknown for A and B; " in result.text
+    assert "\na step: unknown; a plan without against says" in result.text
     assert "peak" in result.text
 
 
