@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,8 @@ WARN = "warn"
 FAIL = "fail"
 HEADINGS = ("what", "found", "verdict", "what to do")
 GIB = 2**30
+SECONDS = 20
+HUB_SECONDS = 3
 REDUCED_BYTES = GIB
 REDUCED_TIMES = 20
 LEAST_SHARE = 0.8
@@ -273,6 +276,35 @@ def _compiler(machine: Machine) -> Finding:
     return Finding(f"torch compiles by {'Triton and ' if machine.gpus else ''}{tool}")
 
 
+def _slurm(machine: Machine) -> Finding:
+    """Its partitions, nodes and their GPUs."""
+    if shutil.which("sinfo") is None:
+        return Finding("none")
+    command = ["sinfo", "-h", "-o", "%P %D x %G"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        answer = ""
+    partitions = "; ".join(answer.splitlines())
+    return judged(partitions[:LONGEST_VALUE] or "no answer", partitions, "nothing, to train here")
+
+
+def _hub(machine: Machine) -> Finding:
+    """Whether it answers."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return Finding("HF_HUB_OFFLINE forbids it")
+    try:
+        urllib.request.urlopen(ENDPOINT, timeout=HUB_SECONDS).close()
+    except OSError as error:
+        why = getattr(error, "reason", error)
+        return Finding(
+            f"{ENDPOINT}: {why}", WARN, "HF_ENDPOINT, HTTPS_PROXY, or copies of the files"
+        )
+    return Finding(f"{ENDPOINT} answers")
+
+
 def _space(machine: Machine) -> Finding:
     """Of run folders and data."""
     free = {}
@@ -302,6 +334,8 @@ CHECKS = {
     "links": _links,
     "attention": _attention,
     "compiler": _compiler,
+    "SLURM": _slurm,
+    "hub": _hub,
     "free space": _space,
 }
 VERB = Verb("doctor", doctor, help=HELP, job=Job, has_json=True)

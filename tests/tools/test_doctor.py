@@ -26,6 +26,7 @@ def rows(capsys: Capture, *arguments: str) -> tuple[int, dict[str, tuple[str, st
 def _quick(alone, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.compile", lambda function: function)
     monkeypatch.setattr(doctor, "PCI", tmp_path / "pci")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def test_a_machine_without_a_gpu_trains_on_the_cpu(capsys, monkeypatch):
