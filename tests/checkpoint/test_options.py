@@ -300,6 +300,9 @@ def test_seed_checkpoint(tmp_path, finished):
     plain = finished(tmp_path / "plain")
     seed = start(tmp_path, "checkpoint.create_seed_checkpoint=true")
     assert seed.checkpoints.steps() == [0]
+    for _ in range(2):
+        twice = start(tmp_path / "twice", "checkpoint.create_seed_checkpoint=true")
+        assert twice.checkpoints.steps() == [0]
     # The same job resumes from it, and another job starts from it.
     run = start(tmp_path)
     assert run.row["resumed_from"] == str(seed.step(0)) and run.losses == plain.losses

@@ -156,17 +156,18 @@ def test_ranks_that_leave_with_exit_code_0_have_not_completed(launch):
 
 
 @pytest.mark.parametrize(
-    ("starter", "number", "layout"),
+    ("starter", "number", "typed", "code"),
     [
-        ("harness", signal.SIGINT, TWO_RANKS),
-        ("torchrun", signal.SIGTERM, TWO_RANKS),
-        ("harness", signal.SIGTERM, []),
+        ("harness", signal.SIGINT, TWO_RANKS, EXIT_RESUMABLE),
+        ("torchrun", signal.SIGTERM, TWO_RANKS, EXIT_RESUMABLE),
+        ("harness", signal.SIGTERM, [], EXIT_RESUMABLE),
+        ("harness", signal.SIGTERM, ["checkpoint.enable=false"], EXIT_INTERRUPTED),
     ],
-    ids=["harness", "torchrun", "one rank"],
+    ids=["harness", "torchrun", "one rank", "nothing saved"],
 )
-def test_a_stop_request_ends_all_ranks_at_one_step(launch, starter, number, layout):
+def test_a_stop_request_ends_all_ranks_at_one_step(launch, starter, number, typed, code):
     module = TORCHRUN if starter == "torchrun" else ("harness.train",)
-    job = launch(*layout, *LONG, "metrics.log_interval=1", module=module)
+    job = launch(*LONG, *typed, "metrics.log_interval=1", module=module)
     job.wait_for_step()
     if number == signal.SIGINT:
         again = launch(*TWO_RANKS, *LONG)
@@ -177,10 +178,10 @@ def test_a_stop_request_ends_all_ranks_at_one_step(launch, starter, number, layo
         os.killpg(job.process.pid, number)
     else:
         job.process.send_signal(number)
-    check_end(job, starter, EXIT_RESUMABLE)
+    check_end(job, starter, code)
     assert starter == "torchrun" or "Traceback" not in job.err
     row, rows = job.read("result.json"), job.rows
-    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", EXIT_RESUMABLE)
+    assert (row["exit_reason"], row["exit_code"]) == ("interrupted", code)
     assert row["step"] == rows[-1]["step"] and row["loss"] == rows[-1]["loss"]
     assert (job.run_dir / "metrics.jsonl").read_bytes().endswith(b"\n")
     assert job.read("status.json")["state"] == "interrupted"

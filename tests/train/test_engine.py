@@ -45,11 +45,12 @@ def outcome_of(job: Job, labels_per_row: list[int]) -> StepOutcome:
 COUNTS = [3, 32, 10, 1], [32, 5, 9, 30]
 
 
-def measured(job: Job) -> tuple[list[float], tuple[int, int], float | None, int]:
+def measured(job: Job) -> tuple[list[float], tuple[int, int], float | None, int, float]:
     """Train, evaluate and train again.
 
     Returns:
-        Losses and norms; tokens trained and evaluated; the loss of this rank's rows, and their tokens.
+        Losses and norms; tokens trained and evaluated; the loss of this rank's rows, and their tokens; the
+        largest loss of a rank's rows.
     """
     engine = Engine(job, CPU)
     first, second = (batch_of(engine, counts) for counts in COUNTS)
@@ -59,7 +60,8 @@ def measured(job: Job) -> tuple[list[float], tuple[int, int], float | None, int]
     after = engine.gradients(first)
     numbers = [before.loss, before.grad_norm, loss / tokens, after.loss, after.grad_norm]
     own = sum(COUNTS[0][engine.rows.start : engine.rows.stop])
-    return numbers, (before.valid_tokens, tokens), before.local_loss, own
+    [largest] = engine.world_max([before.local_loss or 0.0])
+    return numbers, (before.valid_tokens, tokens), before.local_loss, own, largest
 
 
 # One layout per way of executing a forward pass.
@@ -73,14 +75,15 @@ def measured(job: Job) -> tuple[list[float], tuple[int, int], float | None, int]
 def test_tokens_and_losses_are_counted_once(pool, layout):
     """In training and in validation, which leaves training alone."""
     job = job_of(*f"parallelism={layout}".split())
-    [(expected, _, alone, _)] = pool.run(1, measured, job_of())
+    [(expected, _, alone, _, _)] = pool.run(1, measured, job_of())
     assert alone == expected[0]
     ranks = pool.run(job.world_size, measured, job)
     assert len({tuple(numbers[:2]) for numbers, *_ in ranks}) == 1
-    for numbers, tokens, _, _ in ranks:
+    for numbers, tokens, *_ in ranks:
         assert numbers == pytest.approx(expected, rel=1e-5)
         assert tokens == (46, 76)
-    local = [(loss, own) for _, _, loss, own in ranks if loss is not None]
+    local = [(loss, own) for _, _, loss, own, _ in ranks if loss is not None]
+    assert {largest for *_, largest in ranks} == {max(loss for loss, _ in local)}
     assert len(local) == job.parallelism.data_parallel
     assert sum(loss * own for loss, own in local) / 46 == pytest.approx(expected[0], rel=1e-5)
 
