@@ -38,7 +38,7 @@ BUDGETS = {
     "precision": 3_430,
     "parallelism": 18_600,
     "optimizer": 9_300,
-    "checkpoint": 14_110,
+    "checkpoint": 14_580,
     "weights": 20_650,
     "train": 23_580,
     "compose": 19_060,
@@ -47,7 +47,7 @@ BUDGETS = {
     "contrib": 30_020,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 371_300
+HARNESS_AT_MOST = 372_000
 TESTS_AT_MOST = 258_170
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
