@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.util import PACKAGE
-from harness.util.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError
+from harness.util.errors import (
+    DISK_FULL,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    HarnessError,
+    missing_package,
+)
 
 # A higher value means the kind is less likely to be the cause.
 CONSEQUENCES = {"collective": 1, "collective_timeout": 1, "peer": 2, "interrupted": 3}
@@ -89,6 +96,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
     itself.
     """
     raised = error
+    error = missing_package(error) or error
     if not isinstance(error, HarnessError):
         error = min(chain_of(error), key=lambda each: _distance_from_cause(_kind_of(each)))
     message = text_of(error)

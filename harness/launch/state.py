@@ -301,8 +301,11 @@ def _failure(folder: RunFolder) -> tuple[str, str]:
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of an ended run; throughput is that of the complete measurement window."""
     rate = row.get("window.tokens_per_second")
-    of_rank = None if rate is None else rate / row["world_size"]
-    return {**row, "tokens_per_second": rate, "tokens_per_second_per_rank": of_rank}
+    ranks = row.get("world_size")
+    # A damaged row may have any values.
+    if not isinstance(rate, int | float) or not isinstance(ranks, int) or ranks < 1:
+        return {**row, "tokens_per_second": None, "tokens_per_second_per_rank": None}
+    return {**row, "tokens_per_second": rate, "tokens_per_second_per_rank": rate / ranks}
 
 
 def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState]]:

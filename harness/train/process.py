@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import math
 import os
 import signal
 import socket
@@ -35,18 +34,32 @@ def launched_ranks() -> int | None:
         return None
     size = _launcher_number("WORLD_SIZE", 1)
     _launcher_number("RANK", 0, size)
+    if size > 1:
+        _launcher_number("MASTER_PORT", 1, 65536)
+        if not os.environ.get("MASTER_ADDR"):
+            raise _launcher_error("MASTER_ADDR", "is missing")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name in os.environ:
+            _launcher_number(name, 0)
     return size
 
 
-def _launcher_number(name: str, least: int, below: float = math.inf) -> int:
+def _launcher_number(name: str, least: int, below: int | None = None) -> int:
     """Read a number that a launcher must set."""
-    value = os.environ.get(name, "")
-    if value.isdecimal() and least <= int(value) < below:
-        return int(value)
-    raise UserError(
-        f"{name}={value}: must be a whole number of at least {least} and less than {below}; "
-        f"RANK={os.environ['RANK']} means that a launcher started this process; would work: torchrun, or "
-        f"{_WITHOUT_LAUNCHER}"
+    value = os.environ.get(name)
+    if value is None:
+        raise _launcher_error(name, "is missing")
+    number = int(value) if value.isdecimal() else -1
+    if number < least or (below is not None and number >= below):
+        end = "" if below is None else f" and less than {below}"
+        raise _launcher_error(f"{name}={value}", f"must be a whole number of at least {least}{end}")
+    return number
+
+
+def _launcher_error(name: str, rule: str) -> UserError:
+    return UserError(
+        f"{name}: {rule}; RANK={os.environ['RANK']} means that a launcher started this process; would work: "
+        f"torchrun, or {_WITHOUT_LAUNCHER}"
     )
 
 

@@ -61,6 +61,7 @@ NCCL = (
             {},
         ),
         (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED, {}),
+        (ModuleNotFoundError("no diffusers", name="diffusers"), "user", EXIT_USER, {}),
     ],
 )
 def test_classes(error, kind, code, more):

@@ -29,10 +29,17 @@ def test_ranks_are_counted(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("WORLD_SIZE", "abc", "WORLD_SIZE=abc: must be a whole number of at least 1"),
-        ("WORLD_SIZE", None, "WORLD_SIZE=: must be a whole number of at least 1"),
+        ("WORLD_SIZE", "abc", "WORLD_SIZE=abc: must be a whole number of at least 1; RANK=1 means"),
+        ("WORLD_SIZE", None, "WORLD_SIZE: is missing; RANK=1 means that a launcher started"),
         ("RANK", "-1", "RANK=-1: must be a whole number of at least 0 and less than 2"),
-        ("RANK", "2", "RANK=2: must be a whole number of at least 0 and less than 2; RANK=2 means"),
+        ("RANK", "2", "RANK=2: must be a whole number of at least 0 and less than 2"),
+        ("MASTER_ADDR", None, "MASTER_ADDR: is missing"),
+        (
+            "MASTER_PORT",
+            "99999",
+            "MASTER_PORT=99999: must be a whole number of at least 1 and less",
+        ),
+        ("LOCAL_RANK", "x", "LOCAL_RANK=x: must be a whole number"),
     ],
 )
 def test_mistakes(name, value, says, monkeypatch):
