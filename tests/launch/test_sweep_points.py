@@ -289,6 +289,10 @@ def test_arrays_are_as_long_as_the_site_allows(site, lengths, tmp_path, put, mon
 
 
 def test_the_limit_holds_over_all_shapes(tmp_path):
+    longer = points(tmp_path, "training.seed=1,2,3,4,5,6")
+    short = points(tmp_path, "parallelism.dp_shard=2", "training.seed=1,2")
+    shared = [array.at_once for array in arrays_of([*longer, *short], 4)]
+    assert shared == [3, 1], "the larger share for the larger array"
     own = points(tmp_path, SHAPES, "training.seed=1,2,3")
     for limit in (1, 2, 3, 4, 5, 7, 12, 100):
         arrays = arrays_of(own, limit)

@@ -298,15 +298,19 @@ class Study:
         for point in here:
             if run_point(point) in STOPPED:
                 raise KeyboardInterrupt
-        seen = states_of(points)
-        busy = [point for point, each in zip(points, seen, strict=True) if each.state in BUSY]
-        if busy and follow_points(busy, labels([point.overrides for point in busy])):
-            raise KeyboardInterrupt
+        while busy := self._busy(points):
+            # A point that SLURM starts again is followed once more.
+            if follow_points(busy, labels([point.overrides for point in busy])):
+                raise KeyboardInterrupt
         values = [self._value(composed) for composed in batch]
         for index, value in enumerate(values):
             shown = value if isinstance(value, PointFailedError) else self.record.format(value)
             sys.stderr.write(f"{self._number(index)} {shown}\n")
         return values
+
+    def _busy(self, points: Sequence[Point]) -> list[Point]:
+        seen = states_of(points)
+        return [point for point, each in zip(points, seen, strict=True) if each.state in BUSY]
 
     def _submit(self, points: Sequence[Point], batch: int) -> list[Point]:
         """Submit the points that need it to SLURM; return those to run here."""

@@ -69,14 +69,14 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     pieces = []
     for group in by_shape.values():
         pieces += [group[start : start + most] for start in range(0, len(group), most)]
+    shares = _shares([len(piece) for piece in pieces], limit)
     # As many chains as may run at once. In a chain each array waits for the one before it; the next
     # array goes to the chain with the fewest points.
-    count = min(limit, len(pieces))
-    chains = [Chain((limit + number) // count) for number in range(count)]
+    chains = [Chain() for _ in range(min(limit, len(pieces)))]
     arrays = []
     for index, piece in enumerate(pieces):
         shortest = min(chains, key=lambda chain: chain.points)
-        arrays.append(Array(piece, shortest.at_once, shortest.last))
+        arrays.append(Array(piece, shares[index], shortest.last))
         shortest.last = index
         shortest.points += len(piece)
     return arrays
@@ -84,14 +84,22 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
 
 @dataclass
 class Chain:
-    """Arrays that run one after another, at most ``at_once`` points of them at once.
+    """Arrays that run one after another: the number of their points, and the index of the last array."""
 
-    Also the number of their points, and the index of the last array.
-    """
-
-    at_once: int
     points: int = 0
     last: int | None = None
+
+
+def _shares(lengths: Sequence[int], limit: int) -> list[int]:
+    """Divide the limit among arrays: one for each, then one at a time to the array with the longest queue."""
+    shares = [1] * len(lengths)
+    for _ in range(limit - len(lengths)):
+        queues = [length / share for length, share in zip(lengths, shares, strict=True)]
+        longest = max(queues, default=0)
+        if longest <= 1:
+            break
+        shares[queues.index(longest)] += 1
+    return shares
 
 
 @dataclass(frozen=True)
