@@ -94,7 +94,7 @@ VERB = Verb(
         Verb(
             "collect",
             collect,
-            help="Write what `harness report` writes; log the table to W&B if the runs are there.",
+            help="Write what `harness report` writes.",
             arguments=(_folder(),),
         ),
         Verb(
