@@ -266,7 +266,11 @@ def test_experts_and_context_have_their_collectives(pool, tmp_path):
         "parallelism.cp=2",
     )
     job = jobs.tiny(*SMALL, *layout, "training.steps=2")
+    (tmp_path / "job.json").write_text(job.to_json())
     pool.run(8, train, job, str(tmp_path))
+    report(tmp_path, what="phases", out=tmp_path)
+    page = (tmp_path / "phases.md").read_text()
+    assert "forward.blocks |" in page and "backward.head |" in page
     [row] = rows_of(tmp_path, 0)
     assert {"ep.all_to_all", "dp.all_gather", "ep.all_reduce"} <= set(row["phases"])
     assert any(phase.startswith("cp.") for phase in row["phases"])

@@ -119,10 +119,11 @@ def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> D
     if draw(out / PICTURE, by_rank, job):
         heading = "One step on all ranks"
         blocks += [f"## {heading}", Figure(PICTURE, heading)]
-    found = means_by_stage(by_rank) if job.parallelism.pp > 1 else {}
+    staged = job.parallelism.pp > 1
+    found = means_by_stage(by_rank) if staged else {}
     for rank, phases in means.items():
         for phase, seconds in phases.items():
-            if not (found and phase.startswith(_PASSES)):
+            if not (staged and phase.startswith(_PASSES)):
                 found.setdefault(("", phase), {})[rank] = seconds
     text = "Passes by stage. Shares are those of the seconds of all ranks."
     blocks.append(Table(_OF_PHASES, _rows_of_phases(found, len(means) * step), "Phases", [text]))
