@@ -38,6 +38,7 @@ from harness.tools.plan.parameters import (
     HeldTensor,
     Memo,
     groups_of,
+    muon_update,
     parameters_of,
 )
 from harness.tools.plan.plan import KINDS, RankMemory
@@ -522,7 +523,9 @@ class RankStep:
         # The first pass starts without gradients; later passes except the last are like the second.
         for number in {0, min(1, passes - 1), passes - 1}:
             yield from self._pass(always, number, last=number + 1 == passes)
-        yield plus(always, {"shards": self.gradients}, self._rounding())
+        exchanged = {"communication": muon_update(self.job, self.parameters).buffers}
+        updating = max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
+        yield plus(always, {"shards": self.gradients}, updating)
 
     def _always(self) -> Bytes:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""

@@ -26,7 +26,7 @@ from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
 from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
-from harness.optimizer.assignment import orthogonalization_flops
+from harness.optimizer.assignment import ROUND_VALUES, orthogonalization_flops
 from harness.optimizer.settings import in_blocks, kind_of
 from harness.tools.plan.costs import costs_of
 
@@ -251,6 +251,8 @@ class MuonUpdate:
     """Number of matrices that it orthogonalizes by shape, the shorter side first."""
     sent: float
     """Bytes that it sends: pieces to the owners of their matrices, and results back."""
+    buffers: float
+    """Bytes of buffers and of the iterations' temporary matrices."""
 
     @property
     def flops(self) -> float:
@@ -262,6 +264,9 @@ def muon_update(job: Job, parameters: RankParameters) -> MuonUpdate:
     """What a rank orthogonalizes and sends; nothing with other optimizers."""
     shapes: dict[tuple[int, int], float] = defaultdict(float)
     sent = 0.0
+    values = 0.0
+    largest = ROUND_VALUES
+    copies = 1
     for module in parameters.held_modules:
         for spec in module.exchanged:
             count, replicas, shards = _holders(job.parallelism, spec)
@@ -270,8 +275,16 @@ def muon_update(job: Job, parameters: RankParameters) -> MuonUpdate:
             shapes[short, long] += own
             # Pieces of the matrices of others in this replica, then results for all holders.
             sent += own * short * long * (replicas - 1 / shards + 1 - 1 / shards)
-    dtype = job.optimizer.newton_schulz_dtype or job.precision.param_dtype
-    return MuonUpdate(shapes, sent * BYTES[dtype])
+            if replicas * shards > 1:
+                values += own * short * long
+                largest = max(largest, short * long)
+                copies = max(copies, replicas)
+    value_bytes = BYTES[job.optimizer.newton_schulz_dtype or job.precision.param_dtype]
+    # While a round is orthogonalized, pieces of the next one arrive and results of the one before
+    # return.
+    around = 2 * copies + 2 if values > largest else 0
+    buffers = min(values, largest) * (around + max(3, 1 + 2 * copies)) * value_bytes
+    return MuonUpdate(shapes, sent * value_bytes, buffers)
 
 
 def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[int, int, int]:
