@@ -199,9 +199,9 @@ def render_differences(a: Plan, b: Plan) -> str:
         values = [shortened(as_typed(value), VALUE_CHARS) for value in (x, y)]
         fields.append((name, *values, "numbers" if numerics else ""))
     memory = kinds_of_fullest(a), kinds_of_fullest(b)
-    for plan, kinds in zip((a, b), memory, strict=True):
-        if plan.memory_limit is not None:
-            kinds["left"] = plan.memory_limit - plan.peak
+    if a.memory_limit is not None and b.memory_limit is not None:
+        memory[0]["left"] = a.memory_limit - a.peak
+        memory[1]["left"] = b.memory_limit - b.peak
     blocks = [
         aligned_facts(facts),
         _table(("field", "A", "B", "changes"), fields, right=()),

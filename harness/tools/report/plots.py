@@ -119,12 +119,10 @@ def read_losses(path: Path) -> list[Row]:
 def curves_of(rows: Sequence[Row]) -> list[Curve]:
     """Return the losses of rows whose run folders are here, the lowest loss at the end first."""
     with_folders = [row for row in rows if row.get("run_dir")]
+    with_losses = [row for row in with_folders if read_losses(Path(row["run_dir"]) / METRICS)]
     curves = []
-    for seeds in same_but_seed(with_folders):
-        read = [read_losses(Path(row["run_dir"]) / METRICS) for row in seeds.values()]
-        runs = [run for run in read if run]
-        if not runs:
-            continue
+    for seeds in same_but_seed(with_losses):
+        runs = [read_losses(Path(row["run_dir"]) / METRICS) for row in seeds.values()]
         first = next(iter(seeds.values()))
         curves.append(Curve(first["point"], first["numerics_id"], runs))
     names = [without_seed(curve.name) for curve in curves]
