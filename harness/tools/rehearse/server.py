@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import select
 import signal
 import subprocess
@@ -63,7 +62,7 @@ class Rehearsals:
 
     def run(self, job: Job, rank: int, config: RehearseConfig) -> RankFigures:
         """Rehearse one rank of a job."""
-        result, log = (Path(self._scratch.name) / name for name in ("result.pickle", "rank.log"))
+        result, log = (Path(self._scratch.name) / name for name in ("result.json", "rank.log"))
         result.unlink(missing_ok=True)
         log.write_text("")
         request = {
@@ -92,8 +91,7 @@ class Rehearsals:
         if code != "0":
             ended = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
             return _ended(job, rank, f"ended with {ended}", log)
-        figures: RankFigures = pickle.loads(result.read_bytes())
-        return figures
+        return RankFigures.from_plain(json.loads(result.read_text()))
 
     def _answer(self, deadline: float) -> str | None:
         """Return the server's next line; None after the deadline."""
