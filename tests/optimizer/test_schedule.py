@@ -45,14 +45,17 @@ def test_a_shortened_run_keeps_the_curve_of_the_long_one():
     assert compose_job(["experiment=quickstart", "training.steps=8"]).steps == 8
 
 
-def test_the_suggested_steps_fit():
+def test_the_suggested_warmup_fits():
     """However the product of ratio and steps is rounded."""
     for ratio in (0.0, 0.1, 0.25, 0.5, 0.99):
         for warmup in range(2, 40, 3):
-            config = ScheduleConfig(warmup_steps=warmup, decay_ratio=ratio)
+            steps = warmup // 2
             with pytest.raises(ConfigError) as caught:
-                config.validate(warmup // 2)
-            config.validate(int(caught.value.works.split("=")[-1]))
+                ScheduleConfig(warmup_steps=warmup, decay_ratio=ratio).validate(steps)
+            most = int(caught.value.works.split()[2].rstrip(","))
+            ScheduleConfig(warmup_steps=most, decay_ratio=ratio).validate(steps)
+            with pytest.raises(ConfigError):
+                ScheduleConfig(warmup_steps=most + 1, decay_ratio=ratio).validate(steps)
 
 
 def test_stepped_with_the_optimizer():
