@@ -239,9 +239,11 @@ class Worker:
         job = self.job
         split = self.layout.tp if self.layout.loss_parallel else 1
         vocabulary = self.model_costs.outputs(job.model) / split
-        dtype, width = self.dtype, self.value_bytes
+        dtype = self.dtype
+        width = self.value_bytes
         if "output" in self.converted:
-            dtype, width = self.narrow, 1
+            dtype = self.narrow
+            width = 1
         product = self.machine.product_seconds(
             self.rows, job.model.dim, int(vocabulary), dtype, width
         )
@@ -280,9 +282,12 @@ class Worker:
         layout = self.layout
         recipe = self.job.precision.linear
         constants = self.machine.constants
-        dtype, width, share = self.dtype, self.value_bytes, 1.0
+        dtype = self.dtype
+        width = self.value_bytes
+        share = 1.0
         if product.module in self.converted and not (of_weights and recipe == HIGH_PRECISION):
-            dtype, width = self.narrow, 1
+            dtype = self.narrow
+            width = 1
             share = constants.rowwise if recipe in ROWWISE else 1.0
         inputs = product.inputs
         outputs = product.outputs
@@ -292,7 +297,8 @@ class Worker:
             outputs //= tp_of(layout, product)
         rows = self.rows
         if product.split is Split.ROUTER:
-            dtype, width = self.router_dtype, BYTES["float32"]
+            dtype = self.router_dtype
+            width = BYTES["float32"]
             rows = self.stream_rows
         local = 1
         if product.is_expert:

@@ -282,8 +282,8 @@ class Search:
             try:
                 self._memory(point, point.legal_job(self.space.base), ranks=1)
             except ConfigError:
-                # The smallest passes may be illegal: then what is held without them is known.
-                self.closest = held, point
+                # The smallest passes may be illegal. Then only what is held without them is known.
+                self.closest = self.closest or (held, point)
 
     def _held_shortfall(self, point: LayoutPoint) -> float:
         """Bytes that a point lacks at least, by what its first rank holds at the end of a step; no passes."""

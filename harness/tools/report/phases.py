@@ -185,7 +185,7 @@ def means_by_stage(by_rank: dict[int, list[Row]]) -> dict[tuple[str, str], dict[
 
 
 def _rows_of_phases(found: dict[tuple[str, str], dict[int, float]], total: float) -> list[Row]:
-    """Return rows in the order of parts; a share is one of the ``total`` seconds of all ranks."""
+    """Return rows in the order of parts; shares are of ``total``, the seconds of all ranks."""
     parts = list(PARTS)
     rows = []
     for stage, phase in sorted(found, key=lambda key: (parts.index(part_of(key[1])), key)):

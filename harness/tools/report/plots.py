@@ -118,11 +118,14 @@ def read_losses(path: Path) -> list[Row]:
 
 def curves_of(rows: Sequence[Row]) -> list[Curve]:
     """Return the losses of rows whose run folders are here, the lowest loss at the end first."""
-    with_folders = [row for row in rows if row.get("run_dir")]
-    with_losses = [row for row in with_folders if read_losses(Path(row["run_dir"]) / METRICS)]
+    with_losses = []
+    for row in rows:
+        losses = read_losses(Path(row["run_dir"]) / METRICS) if row.get("run_dir") else []
+        if losses:
+            with_losses.append({**row, "losses": losses})
     curves = []
     for seeds in same_but_seed(with_losses):
-        runs = [read_losses(Path(row["run_dir"]) / METRICS) for row in seeds.values()]
+        runs = [row["losses"] for row in seeds.values()]
         first = next(iter(seeds.values()))
         curves.append(Curve(first["point"], first["numerics_id"], runs))
     names = [without_seed(curve.name) for curve in curves]
