@@ -11,7 +11,7 @@ import html
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def flat(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def verbs() -> Iterator[tuple[Verb, Any]]:
     """Yield every verb and its module."""
     for verb in VERBS.values():
-        yield verb, sys.modules[(verb.run or verb.parts[0].run).__module__]
+        yield verb, sys.modules[verb.run.__module__]
 
 
 def verbs_page() -> str:
@@ -199,7 +199,7 @@ def verbs_page() -> str:
     )
     for verb, module in verbs():
         text += f"\n## {verb.name}\n\n{purpose(verb)}\n"
-        text += own_exit_codes(module) + "".join(arguments_of(verb, verb.name)) + own_fields(verb)
+        text += own_exit_codes(module) + arguments_of(verb) + own_fields(verb)
     return text
 
 
@@ -221,33 +221,23 @@ def own_exit_codes(module: Any) -> str:
     return "".join(f"\nExit code {getattr(module, name)}: {EXIT_CODES[name]}\n" for name in names)
 
 
-def arguments_of(verb: Verb, name: str) -> Iterator[str]:
-    """Yield the arguments and flags of a verb that not all verbs take, and those of its parts."""
-    for part in verb.parts:
-        yield from arguments_of(part, f"{name} {part.name}")
+def arguments_of(verb: Verb) -> str:
+    """The arguments and flags of a verb that not all verbs take."""
     own = [*verb.arguments, *([JSON] if verb.has_json else [])]
-    if verb.name != name:
-        positional = " ".join(
-            shown_argument(each) for each in own if not each.names[0].startswith("-")
-        )
-        yield f"\n`harness {name} {positional}`: {plain(verb.help)}\n"
-    if own:
-        yield "\n" + table(("argument", "meaning"), argument_rows(own))
+    return "\n" + table(("argument", "meaning"), argument_rows(own)) if own else ""
 
 
 def argument_rows(listed: Sequence[Argument]) -> list[list[str]]:
     """Names and meaning of arguments, as rows of a table."""
-    return [[shown_argument(each, code), plain(each.options["help"])] for each in listed]
+    return [[shown_argument(each), plain(each.options["help"])] for each in listed]
 
 
-def shown_argument(each: Argument, form: Callable[[str], str] = str) -> str:
+def shown_argument(each: Argument) -> str:
     """The names of a flag, or a positional argument in capitals."""
     if each.names[0].startswith("-"):
-        return ", ".join(map(form, each.names))
-    return form(
-        str(each.options.get("metavar", each.name.upper()))
-        + ("..." if "nargs" in each.options else "")
-    )
+        return ", ".join(map(code, each.names))
+    named = str(each.options.get("metavar", each.name.upper()))
+    return code(f"{named}..." if "nargs" in each.options else named)
 
 
 def own_fields(verb: Verb) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -149,16 +149,9 @@ class Parser(argparse.ArgumentParser):
         works = " or ".join(f"{field}={value}" for field in fields if field.endswith(name))
         if works:
             raise UserError(f"{typed}: no such flag; would work: {works}")
-        close = difflib.get_close_matches(typed, list(self._flags()), n=1)
+        close = difflib.get_close_matches(typed, self._option_string_actions, n=1)
         works = f"did you mean {close[0]}?" if close else "--help lists all flags"
         raise UserError(f"{typed}: no such flag; {works}")
-
-    def _flags(self) -> Iterator[str]:
-        yield from self._option_string_actions
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    yield from parser._flags()
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         return []

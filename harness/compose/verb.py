@@ -133,29 +133,27 @@ class Verb:
 
     Attributes:
         name: its name; a verb with a job composes ``conf/NAME.yaml``.
-        run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb
-            takes a job, and ``arguments`` by name. Returns the exit code or a ``Result``.
-        help: what it does, and its commands, for ``--help`` and the reference; of a part one line.
+        run: its function. Gets the job and its overrides, if the verb takes a job, and
+            ``arguments`` by name. Returns the exit code or a ``Result``.
+        help: what it does, and its commands, for ``--help`` and the reference.
         job: dataclass of the job that overrides compose; None for a verb that takes no job.
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
         sweep: function of ``-m``; gets all points and returns what ``run`` does.
         study: function of ``-m`` with points chosen by their results (``sweep=optuna``); gets the
             overrides and the name of the primary config.
-        parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
         prepare: called first in a process of its own, such as to handle signals.
         is_alone: whether it starts its processes itself, so that torchrun cannot start it.
     """
 
     name: str
-    run: Callable[..., int | Result] | None = None
+    run: Callable[..., int | Result]
     help: str = ""
     job: type | None = None
     arguments: Sequence[Argument] = ()
     has_json: bool = False
     sweep: Callable[[list[Composed]], int | Result] | None = None
     study: Callable[[list[str], str], int] | None = None
-    parts: Sequence[Verb] = ()
     prepare: Callable[[], None] | None = None
     is_alone: bool = False
 
@@ -169,19 +167,10 @@ class Verb:
             ),
             add_help=self.job is None,
         )
-        self._declare(parser, [VERSION] if self.job is None else JOB_FLAGS)
-        return parser
-
-    def _declare(self, parser: Parser, flags: Sequence[Argument] = ()) -> None:
-        parser.set_defaults(verb=self)
+        flags = [VERSION] if self.job is None else JOB_FLAGS
         for argument in (*flags, *self.arguments, *([JSON] if self.has_json else ())):
             parser.add_argument(*argument.names, **argument.options)
-        if self.parts:
-            parts = parser.add_subparsers(
-                required=True, metavar="|".join(part.name for part in self.parts)
-            )
-            for part in self.parts:
-                part._declare(parts.add_parser(part.name, help=part.help, description=part.help))
+        return parser
 
     @property
     def command(self) -> str:
@@ -222,25 +211,23 @@ class Verb:
     @contextmanager
     def _asked_for(self, line: CommandLine) -> Iterator[Call]:
         """Compose what a command line asks for; yield its call, to be made with the user's folders in use."""
-        verb: Verb = line.verb
-        assert verb.run is not None
-        names = [argument.name for argument in verb.arguments]
-        run = partial(verb.run, **{name: getattr(line, name) for name in names})
-        if verb.job is None:
+        names = [argument.name for argument in self.arguments]
+        run = partial(self.run, **{name: getattr(line, name) for name in names})
+        if self.job is None:
             yield run, line.json
             return
-        if verb.is_alone:
+        if self.is_alone:
             refuse_launched(
                 f"{self.command} starts its processes itself; start it without torchrun"
             )
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
-        typed = spelled_out(line.overrides, verb.job)
+        typed = spelled_out(line.overrides, self.job)
         with search_path(
             typed, name, folders=line.config_dir or (), primaries={self.name: name}
         ) as found:
             line.overrides = found
             _warn_of_shadowed_files()
-            yield self._composed(line, name, verb.job, run)
+            yield self._composed(line, name, self.job, run)
 
     def _composed(
         self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]

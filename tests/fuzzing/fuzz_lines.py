@@ -133,6 +133,6 @@ def _parsed(draw: random.Random, verb: str) -> list[str]:
     if verb != "sweep":
         return drawn
     return [
-        draw.choice(("status", "resume", "collect", "cancel", "stat", "", "nope", "-h")),
+        draw.choice(("resume", "cancel", "stat", "", "-h")),
         *drawn[1:],
     ]

@@ -362,9 +362,9 @@ def test_a_layout_that_does_not_fit_names_the_variable(monkeypatch):
         tiny("parallelism.dp_shard=-1", "parallelism.tp=3")
 
 
-def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
-    """Return the output of ``harness sweep``, stderr first."""
-    done = python("-m", "harness", "sweep", *arguments, cwd=folder)
+def verb(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
+    """Return the output of a verb, stderr first."""
+    done = python("-m", "harness", *arguments, cwd=folder)
     assert done.returncode == code, done.stderr
     return done.stderr + done.stdout
 
@@ -396,12 +396,12 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch, tmp_path):
     assert again.finish() == 1
     assert "4 points, 1 to run" in again.err and "1 completed already" in again.err
 
-    printed = sweep(tmp_path, "status", "runs/swept")
+    printed = verb(tmp_path, "runs", "runs/swept")
     assert printed.splitlines()[-1] == "1 completed, 1 failed, 2 skipped"
-    sweep(tmp_path, "collect", "runs/swept")
+    verb(tmp_path, "report", "runs/swept")
     table = (tmp_path / "runs" / "swept" / "report" / "table.csv").read_text().splitlines()
     assert len(table) == 5 and table[0].startswith("point,state,kind,")
-    refused = sweep(tmp_path, "status", "nothing", code=EXIT_USER)
+    refused = verb(tmp_path, "runs", "nothing", code=EXIT_USER)
     assert refused.startswith("error: nothing: no runs; would work: ")
 
 
@@ -423,9 +423,9 @@ def test_a_killed_sweep_is_resumed(launch, tmp_path, axes):
     first.process.kill()
     until(lambda: not first.ranks())
     if axes == GRID:
-        printed = sweep(tmp_path, "status", "runs/cut")
+        printed = verb(tmp_path, "runs", "runs/cut")
         assert printed.splitlines()[-1] in ("1 failed, 1 planned", "1 stopped, 1 planned")
-        assert "2 points, 2 to run" in sweep(tmp_path, "resume", "runs/cut")
+        assert "2 points, 2 to run" in verb(tmp_path, "sweep", "resume", "runs/cut")
     else:
         third = launch(*typed)
         assert third.finish() == EXIT_OK, third.err

@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 
 from harness.compose.composer import compose_job
+from harness.compose.verb import VERBS
 from harness.launch.queue import Jobs, Queued
 from harness.launch.state import SlurmJobRecord, state_of
 from harness.launch.sweep.folder import Point, SweepFolder
 from harness.launch.sweep.run import Selection, states_of
 from harness.run.folder import RunFolder
-from harness.tools.report.sweep import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 POINTS = 12
@@ -119,13 +119,13 @@ class Slurm:
     def verb(
         self, name: str, *arguments: str, run: str = ".", code: int = EXIT_OK
     ) -> tuple[str, str]:
-        """Run a verb of ``harness sweep``; return stdout and stderr."""
+        """Run ``harness runs``, or a command of ``harness sweep``; return stdout and stderr."""
         said, warned = io.StringIO(), io.StringIO()
-        self.monkeypatch.setattr(
-            "sys.argv", ["sweep", name, str(self.sweep.path / run), *arguments]
-        )
+        typed = [str(self.sweep.path / run), *arguments]
+        verb = VERBS["runs" if name == "runs" else "sweep"]
+        self.monkeypatch.setattr("sys.argv", [name, *([] if name == "runs" else [name]), *typed])
         with redirect_stdout(said), redirect_stderr(warned), pytest.raises(SystemExit) as ended:
-            VERB.main()
+            verb.main()
         assert ended.value.code == code, warned.getvalue()
         return said.getvalue(), warned.getvalue()
 
@@ -159,7 +159,7 @@ def test_slurm_is_queried_once(mocked):
     killed = mocked.sweep.points()[6].run_dir
     RunFolder(killed).set_status("interrupted", exit_code=75)
     SlurmJobRecord("sweep.1", 6, "7_6", begun=True).write(killed)
-    out, err = mocked.verb("status")
+    out, err = mocked.verb("runs")
     called = mocked.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
@@ -176,7 +176,7 @@ def test_slurm_is_queried_once(mocked):
         "the batch process of SLURM job 7_6 was killed; SLURM does not"
     )
     # The others' rows are written; only the other user's job is queried again.
-    out, err = mocked.verb("status")
+    out, err = mocked.verb("runs")
     assert [call.split()[0] for call in mocked.calls()] == ["squeue", "squeue"]
     assert err == "1 job not in SLURM's queue, without a result; in 0 s missing rows are written\n"
 
@@ -197,14 +197,14 @@ def test_a_sweep_is_cancelled_by_one_command(mocked, monkeypatch):
     monkeypatch.setattr(
         RunFolder, "read_job", lambda self: reads.append(self.path) or read_job(self)
     )
-    out, err = mocked.verb("status")
+    out, err = mocked.verb("runs")
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
     assert len(reads) == POINTS, "reading a job is most of the work"
     assert err.splitlines()[1] == f"{POINTS} points ended without a result: {POINTS} cancelled"
     assert not list(mocked.sweep.path.glob("*/errors/*"))
     row = json.loads((mocked.sweep.points()[0].run_dir / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == ("interrupted", 130)
-    out, err = mocked.verb("status")
+    out, err = mocked.verb("runs")
     assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
 
 
@@ -231,7 +231,7 @@ def test_without_slurm_jobs_may_run(mocked, monkeypatch):
         "error: this machine has no SLURM: squeue finds no configuration; would work: "
     )
     monkeypatch.setenv("PATH", "/nowhere")
-    out, err = mocked.verb("status")
+    out, err = mocked.verb("runs")
     assert out.splitlines()[-1] == f"{POINTS} pending" and not err
     assert "no SLURM here to read its state from" in out
     out, err = mocked.verb("cancel", code=EXIT_USER)
@@ -245,11 +245,11 @@ def test_folders_are_shown_without_an_answer(mocked):
     )
     RunFolder(mocked.sweep.points()[0].run_dir).set_status("running")
     RunFolder(mocked.sweep.points()[1].run_dir).set_status("failed")
-    out, err = mocked.verb("status", code=EXIT_MACHINE)
+    out, err = mocked.verb("runs", code=EXIT_MACHINE)
     assert "Unable to contact slurm controller" in err and err.count("\n") == 1
     assert out.splitlines()[-1] == f"1 running, 1 failed, {POINTS - 2} pending"
     assert "SLURM does not answer" in out.splitlines()[1]
-    out, _ = mocked.verb("status", "--json", code=EXIT_MACHINE)
+    out, _ = mocked.verb("runs", "--json", code=EXIT_MACHINE)
     states = [point["state"] for point in json.loads(out)["runs"]]
     assert states == ["running", "failed", *["pending"] * (POINTS - 2)]
 
@@ -266,7 +266,7 @@ def test_suspended_and_blocked_points(mocked):
         *("7_1|sweep.1|PENDING|DependencyNeverSatisfied", "7_2|sweep.1|PENDING|PartitionConfig"),
         "7_3|sweep.1|PENDING|QOSMaxCpuPerJobLimit",
     )
-    out, err = mocked.verb("status")
+    out, err = mocked.verb("runs")
     assert out.splitlines()[-1] == f"1 suspended, 3 blocked, {POINTS - 4} planned" and not err
     assert "user: job 7_2 can never start: PartitionConfig; would work: cancel it" in out
     assert "never submitted" in out.splitlines()[5]
@@ -299,13 +299,13 @@ def test_failed_points_that_slurm_puts_back_into_its_queue_are_started_once(mock
     mocked.prints("squeue", "7_0|sweep.1|PENDING|BeginTime", "7_1|sweep.1|REQUEUE_HOLD|JobHeldUser")
     with (mocked.folder / "squeue.out").open("a") as out:
         out.write("7_2|sweep.1|COMPLETING|None\n7_3|sweep.1|NODE_FAIL|None\n")
-    out, _ = mocked.verb("status")
+    out, _ = mocked.verb("runs")
     assert out.splitlines()[-1] == f"2 pending, {POINTS - 2} failed"
     assert "job 7_0 waits: BeginTime, requeued by SLURM, after node: node2 failed" in out
     assert "requeued by SLURM, after bug: rank 0: no" in out
     row = json.loads((points[3].run_dir / "result.json").read_text())
     assert row["error.kind"] == "node" and "SLURM says NODE_FAIL" in row["error.message"]
-    assert not mocked.verb("status")[1], "its row is written once"
+    assert not mocked.verb("runs")[1], "its row is written once"
     wanted = Selection.of(mocked.sweep, points, states_of(points)).wanted
     assert [point.id for point in wanted] == [point.id for point in points[2:]]
     out, _ = mocked.verb("cancel")
@@ -320,10 +320,10 @@ def test_a_damaged_point(trouble, mocked):
         folder.hold()
     else:
         (folder.path / trouble).write_text("{")
-    out, err = mocked.verb("status")
+    out, err = mocked.verb("runs")
     folder.release()
     if trouble != "held":
-        [first, *_] = json.loads(mocked.verb("status", "--json")[0])["runs"]
+        [first, *_] = json.loads(mocked.verb("runs", "--json")[0])["runs"]
         assert first["reason"].startswith(f"{folder.path / trouble}: damag")
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     assert err.splitlines()[1:] == [
@@ -358,10 +358,10 @@ def test_single_runs_have_the_same_verbs(mocked):
         mocked.sweep.path / "p2" / "overrides.txt"
     ).unlink()  # a controller was killed before it wrote it
     mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
-    out, _ = mocked.verb("status", run="p0")
+    out, _ = mocked.verb("runs", run="p0")
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
     out, _ = mocked.verb("cancel", run="p0")
     assert out == "cancelled 1 of 1 point\n" and mocked.calls()[-1] == "scancel 7_[0]"
     # A folder of all runs of one name.
-    out, _ = mocked.verb("status")
+    out, _ = mocked.verb("runs")
     assert {"1 pending", "1 running"} <= set(out.splitlines()[-1].split(", "))

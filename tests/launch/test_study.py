@@ -26,7 +26,8 @@ from harness.launch.train import VERB
 from harness.run.folder import RunFolder
 from harness.run.record import RunRecord
 from harness.tools.report.listing import list_runs
-from harness.tools.report.sweep import collect, resume
+from harness.tools.report.sweep import resume
+from harness.tools.report.verb import report
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError, UserError
 
 LOG_LR = "optimizer.lr=tag(log,interval(1e-5,1e-1))"
@@ -117,7 +118,7 @@ def test_values_and_failures_reach_optuna(study, capsys):
     shown_now = list_runs(study.folder)
     assert shown_now.text.splitlines()[-1] == shown.out.splitlines()[-1]
     assert shown_now.data["study"]["objective"] == "loss"
-    assert "The best (minimize loss): " in collect(study.folder).text
+    assert "The best (minimize loss): " in report(study.folder).text
     with one_line(UserError, r"optuna chooses its points; would work: harness train -m "):
         resume(study.folder, out_of_memory=False)
 

@@ -185,7 +185,7 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands):
         "cancelled",
         True,
     )
-    assert "1 cancelled" in commands.run("sweep", "status", str(run))
+    assert "1 cancelled" in commands.run("runs", str(run))
     assert "submitted as job" in commands.train(*layout)
     assert job_of(run) != job
     commands.slurm.run("scancel", job_of(run))

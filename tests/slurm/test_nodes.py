@@ -71,7 +71,7 @@ def take_nodes_away(slurm: Scheduler, run: Path) -> None:
     until_requeued(2)
     # Too few nodes are left for it to start again.
     until(lambda: facts_of(slurm, run)["JobState"] == "PENDING", "its processes to end")
-    shown = Commands(slurm, run.parents[1]).run("sweep", "status", str(run))
+    shown = Commands(slurm, run.parents[1]).run("runs", str(run))
     assert f"requeued by SLURM, after node: {dead} failed" in shown and shown.endswith(
         "\n1 pending\n"
     ), shown

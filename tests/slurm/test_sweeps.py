@@ -82,7 +82,7 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands):
     assert "parallelism={dp_shard:3} training.seed=1: training.global_batch_size=8" in shown
     for shape in ("2 x 1 node x 1 rank", "4 x 2 nodes x 1 rank", "2 x 4 nodes x 1 rank"):
         assert shape in shown
-    shown = commands.run("sweep", "status", str(home))
+    shown = commands.run("runs", str(home))
     assert len([line for line in shown.splitlines() if line.startswith("parallelism=")]) == 8
     assert "2 skipped" in shown.splitlines()[-1] and "planned" in shown
 
@@ -92,7 +92,7 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands):
     named = resumed.split("did not complete:\n")[1].splitlines()
     kinds = {line.split(": ")[0].strip(): line.split(": ")[1] for line in named[:3]}
     assert kinds == {RAISES: "bug", STARVES: "out_of_memory", KILLED: "unknown"}
-    commands.run("sweep", "collect", str(home))
+    commands.run("report", str(home))
     rows = table(home)
     assert len(rows) == 8
     assert {name for name, row in rows.items() if row["state"] != "completed"} == set(kinds)
@@ -120,7 +120,7 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands):
     assert "1 out of memory before, left out (resume --out-of-memory" in again
     assert "1 of 8 points did not complete" in again
     assert "8 points, 1 to run" in commands.run("sweep", "resume", str(home), "--out-of-memory")
-    commands.run("sweep", "collect", str(home))
+    commands.run("report", str(home))
     assert {row["state"] for row in table(home).values()} == {"completed"}
     assert read(killed_run / "result.json")["start_step"] == 2, "it resumed from its checkpoint"
     assert "8 points, 0 to run" in commands.run("sweep", "resume", str(home))
@@ -138,9 +138,9 @@ def test_a_sweep_that_is_cancelled(commands):
     )
     for submitted in ("3 to run", "0 to run"):  # a sweep that is started twice is submitted once
         assert submitted in commands.run("train", *sweep, "cluster.sbatch={hold: true}")
-    assert "3 pending" in commands.run("sweep", "status", home)
+    assert "3 pending" in commands.run("runs", home)
     assert "cancelled 3 of 3" in commands.run("sweep", "cancel", home)
-    until(lambda: "\n3 cancelled" in commands.run("sweep", "status", home), "the jobs to be gone")
+    until(lambda: "\n3 cancelled" in commands.run("runs", home), "the jobs to be gone")
 
 
 def test_batches_are_arrays_whose_values_are_waited_for(commands):

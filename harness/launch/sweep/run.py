@@ -389,7 +389,7 @@ def _finish(
     names = labels([each.overrides for each in points])
     waits = any(each.job.cluster.wait for each in points)
     if submitted_only and not waits:
-        sys.stderr.write(f"harness sweep status {folder.path}\n")
+        sys.stderr.write(f"harness runs {folder.path}\n")
         return EXIT_OK
     if waits and not stopped:
         stopped = follow_points(points, names)

@@ -1,4 +1,4 @@
-"""The verb ``runs``, and ``sweep status``."""
+"""The verb ``runs``."""
 
 from __future__ import annotations
 

@@ -8,18 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.compose.arguments import Argument
-from harness.compose.verb import Result, Verb
+from harness.compose.verb import Verb
 from harness.launch.queue import cancel as cancel_jobs
 from harness.launch.state import HELD, read_states
 from harness.launch.sweep.folder import SweepFolder, points_in
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord
-from harness.tools.report.listing import list_runs
-from harness.tools.report.verb import report
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.words import plural
 
-HELP = """`harness sweep VERB FOLDER`: show, resume, tabulate or cancel a sweep, or single runs."""
+HELP = """`harness sweep resume|cancel FOLDER`: start the rest of a sweep, or cancel its jobs or a run's.
+
+`harness runs FOLDER` lists its points, and `harness report FOLDER` compares them.
+"""
+
+
+def sweep(what: str, folder: Path, *, out_of_memory: bool) -> int:
+    """Resume or cancel the points of a folder."""
+    if what == "resume":
+        return resume(folder, out_of_memory=out_of_memory)
+    if what == "cancel" and not out_of_memory:
+        return cancel(folder)
+    works = f"resume or cancel; harness runs {folder}, which lists it, harness report {folder}"
+    typed = f"{what} --out-of-memory" if out_of_memory else what
+    raise UserError(f"sweep {typed}: no such command; would work: {works}")
 
 
 def resume(folder: Path, *, out_of_memory: bool) -> int:
@@ -29,11 +41,6 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
         works = shlex.join(["harness", "train", "-m", *study.command])
         raise UserError(f"{folder}: optuna chooses its points; would work: {works}")
     return resume_points(SweepFolder.open(folder), out_of_memory=out_of_memory)
-
-
-def collect(folder: Path) -> Result:
-    """Write what ``harness report`` writes."""
-    return report(SweepFolder.open(folder).path)
 
 
 def cancel(folder: Path) -> int:
@@ -65,43 +72,22 @@ def cancel(folder: Path) -> int:
     return EXIT_OK
 
 
-def _folder(also: str = "") -> Argument:
-    return Argument(
-        "folder", type=Path, help=f"folder of a sweep{also}, e.g. runs/llama3_8b-layouts_8"
-    )
-
-
 VERB = Verb(
     "sweep",
+    sweep,
     help=HELP,
-    parts=(
-        Verb(
-            "status",
-            list_runs,
-            help="Show every point, as `harness runs FOLDER` does.",
-            arguments=(_folder(", or of a run"),),
-            has_json=True,
+    arguments=(
+        Argument(
+            "what",
+            metavar="resume|cancel",
+            help="start the points that are not complete, or cancel waiting and running SLURM jobs, "
+            "whose checkpoints are kept",
         ),
-        Verb(
-            "resume",
-            resume,
-            help="Start the points that are not complete.",
-            arguments=(
-                _folder(),
-                Argument("--out-of-memory", help="also start points that ran out of memory"),
-            ),
+        Argument(
+            "folder",
+            type=Path,
+            help="folder of a sweep, or to cancel also of a run, e.g. runs/llama3_8b-layouts_8",
         ),
-        Verb(
-            "collect",
-            collect,
-            help="Write what `harness report` writes.",
-            arguments=(_folder(),),
-        ),
-        Verb(
-            "cancel",
-            cancel,
-            help="Cancel waiting and running SLURM jobs; their checkpoints are kept.",
-            arguments=(_folder(", or of a run"),),
-        ),
+        Argument("--out-of-memory", help="with resume: also start points that ran out of memory"),
     ),
 )

@@ -25,7 +25,7 @@ from harness.run.result import write_result
 from harness.tools.report import plots
 from harness.tools.report.listing import list_runs
 from harness.tools.report.runs import report_runs
-from harness.tools.report.sweep import collect
+from harness.tools.report.verb import report
 from harness.util.document import to_markdown
 from harness.util.encoding import dumps
 from harness.util.errors import UserError
@@ -89,7 +89,7 @@ def test_names_are_no_html(tmp_path):
     made = make_sweep(tmp_path)
     rows = [{**row, "point": f"{row['point']} {bad}", "reason": bad} for row in load(made)]
     folder = made.rename(tmp_path / "a <img src=x>")
-    collect(folder)
+    report(folder)
     report_runs(bad, rows, tmp_path).write(tmp_path, "made.md", "made.csv", "made.html")
     for text in ((tmp_path / "made.md").read_text(), (folder / "report" / "tables.md").read_text()):
         assert "&lt;" in text and "<script" not in text and "</" not in text and "<img" not in text
