@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
@@ -62,6 +62,16 @@ class Candidate:
         return rounded(self.seconds), self.point.complexity, self.plan.peak
 
 
+class Shortfall(NamedTuple):
+    """A point that does not fit."""
+
+    is_bound: bool
+    """Whether only the least memory of the point is known."""
+    bytes: float
+    """What its first rank that does not fit lacks, at least."""
+    point: LayoutPoint
+
+
 def rounded(seconds: float) -> float:
     """Round to three digits: the plan cannot tell smaller differences."""
     return float(f"{seconds:.3g}")
@@ -77,18 +87,17 @@ def search(
     """
     began = time.perf_counter()
     found = Search(space, top, calibration, headroom)
-    legal = found.legal_groups()
-    if legal:
+    if legal := found.legal_groups():
         found.rank(legal)
     if not found.best and found.closest:
-        shortfall, closest = found.closest
+        closest = found.closest
         raise UserError(
             f"none of {plural(found.too_large, 'legal way')} to run {space.world} ranks fits; the closest is "
-            f"at least {gib(shortfall)} GiB too large on its fullest rank; would work: more ranks, or what "
-            f"harness plan says to {' '.join(closest.overrides(space.base.parallelism))}"
+            f"at least {gib(closest.bytes)} GiB too large on its fullest rank; would work: more ranks, or "
+            f"what harness plan says to {' '.join(closest.point.overrides(space.base.parallelism))}"
         )
     if not found.best:
-        name, count = found.illegal.most_common(1)[0]
+        [(name, count)] = found.illegal.most_common(1)
         raise UserError(
             f"none of {plural(found.points, 'way')} to run {space.world} ranks is legal, "
             f"for most of them ({count:,}): {found.rules[name]}"
@@ -112,34 +121,22 @@ class Search:
     layouts: int = 0
     """Number of all meshes."""
     points: int = 0
-    """Number of all points: the best, and those that the following count."""
+    """Number of all points: the best, the slower ones, and those that the following count."""
     illegal: Counter[str] = field(default_factory=Counter)
     """Illegal points by the field whose rule they break."""
     rules: dict[str, ConfigError] = field(default_factory=dict)
     """One broken rule of each field."""
     too_large: int = 0
     """Number of points that do not fit."""
-    closest: tuple[float, LayoutPoint] | None = None
-    """The point closest to fitting, and the least bytes that it is too large."""
-    tied: int = 0
-    """Number of points as fast as one of the best, less simple or with more memory."""
-    slower: int = 0
-    """Number of points that are slower, planned or by their estimate."""
-    planned: int = 0
-    """Number of points that were fully planned."""
     seconds: float = 0.0
     """Duration of the search."""
-    _known: dict[Key, list[tuple[int, int, float]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    """Points that did not fit, by family: rows, saved activations, bytes too many."""
-    _by_held: list[tuple[float, LayoutPoint]] = field(default_factory=list)
-    """The smallest point of each family that cannot hold its parameters, and the least bytes it lacks."""
+    _short: dict[Key, list[Shortfall]] = field(default_factory=dict)
+    """Points that do not fit, by family."""
     _passes: Memo = field(default_factory=Memo)
 
     @property
     def error(self) -> float | None:
-        """The plan does not order two layouts whose times differ by less; None if nothing is published."""
+        """The plan does not order layouts whose times differ by less; None if nothing is published."""
         return None if self.best[0].plan.is_calibrated else RESOLUTION.off
 
     @property
@@ -150,23 +147,37 @@ class Search:
     @property
     def simplest(self) -> Candidate:
         """The simplest within the error of the first, and of equally simple ones the fastest."""
-        alike = [each for each in self.fitting if each.seconds <= self.most]
-        return min(alike, key=lambda each: each.order[1])
+        alike = [candidate for candidate in self.fitting if candidate.seconds <= self.most]
+        return min(alike, key=lambda candidate: candidate.order[1])
 
     @property
     def fastest(self) -> dict[str, Candidate]:
         """The fastest layout of each kind of data parallelism."""
-        kinds = ((each.point.data_parallelism, each) for each in reversed(self.fitting))
-        return {kind: each for kind, each in kinds if kind}
+        fastest: dict[str, Candidate] = {}
+        for candidate in self.fitting:
+            if kind := candidate.point.data_parallelism:
+                fastest.setdefault(kind, candidate)
+        return fastest
 
     @property
     def shown(self) -> dict[str, Candidate]:
         """The best by number; then by name the fastest of each kind and the simplest, if not among them."""
-        shown = {f"{number}": each for number, each in enumerate(self.best, start=1)}
-        for name, each in (*sorted(self.fastest.items()), ("simplest", self.simplest)):
-            if each not in shown.values():
-                shown[name] = each
+        shown = {f"{number}": candidate for number, candidate in enumerate(self.best, start=1)}
+        for name, candidate in (*sorted(self.fastest.items()), ("simplest", self.simplest)):
+            if candidate not in shown.values():
+                shown[name] = candidate
         return shown
+
+    @property
+    def slower(self) -> int:
+        """Number of points that are slower, by their plan or estimate, or as fast and less simple."""
+        return self.points - len(self.best) - self.too_large - self.illegal.total()
+
+    @property
+    def closest(self) -> Shortfall | None:
+        """The point closest to fitting."""
+        shortfalls = chain.from_iterable(self._short.values())
+        return min(shortfalls, key=lambda shortfall: shortfall[:2], default=None)
 
     def legal_groups(self) -> list[list[LayoutPoint]]:
         """Return the points of the meshes and schedules that are legal; count the others."""
@@ -231,17 +242,11 @@ class Search:
             estimated = [
                 (rounded(estimates.seconds(point)), point) for point in chain.from_iterable(groups)
             ]
-            estimated.sort(key=lambda pair: pair[0])
+            estimated.sort(key=itemgetter(0))
             begin("plans of the fastest")
             for seconds, point in estimated:
-                if not self._may_matter(seconds, point):
-                    self.slower += 1
-                elif self._known_shortfall(point, least[point.family]) or self._plan(point):
-                    self.too_large += 1
-        self._measure_closest()
-        as_fast = sum(each.order[0] <= self.best[-1].order[0] for each in self.fitting)
-        self.tied = as_fast - len(self.best)
-        self.slower += len(self.fitting) - as_fast
+                if self._may_matter(seconds, point):
+                    self._plan(point, least[point.family])
 
     def _may_matter(self, seconds: float, point: LayoutPoint) -> bool:
         """Whether a point that takes about this time may be shown."""
@@ -257,40 +262,43 @@ class Search:
         self.illegal[error.field] += points
         self.rules.setdefault(error.field, error)
 
-    def _known_shortfall(self, point: LayoutPoint, least: LayoutPoint) -> float:
-        """Bytes that a point lacks at least, by others of its family; 0 if it may fit."""
-        if point.family not in self._known:
-            self._known[point.family] = []
-            if lacks := self._held_shortfall(least):
-                self._known[point.family].append((least.rows, least.saved, lacks))
-                self._by_held.append((lacks, least))
-                return lacks
+    def _plan(self, point: LayoutPoint, least: LayoutPoint) -> None:
+        """Plan a point, and keep it if it fits. ``least`` takes the least memory of its family."""
+        if point.family not in self._short:
+            self._short[point.family] = []
+            if not self._may_hold(least):
+                self.too_large += 1
+                return
             # Its first rank is enough: of a family that fits, all ranks would be computed for nothing.
             # The smallest passes may be illegal: then other points say what fits.
             with suppress(ConfigError):
-                self._memory(least, least.legal_job(self.space.base), ranks=1)
-        for rows, saved, lacks in self._known[point.family]:
-            if rows <= point.rows and saved <= point.saved:
-                return lacks
-        return 0.0
+                self._ranks_that_fit(least, least.legal_job(self.space.base), ranks=1)
+        for _, _, known in self._short[point.family]:
+            if known.rows <= point.rows and known.saved <= point.saved:
+                self.too_large += 1
+                return
+        try:
+            ranks = self._ranks_that_fit(point, point.legal_job(self.space.base))
+            if ranks is None:
+                self.too_large += 1
+                return
+            plan = make_plan(point.job(self.space.base), self.calibration, ranks)
+        except ConfigError as error:
+            self._count_illegal(error)
+            return
+        insort(self.fitting, Candidate(point, plan), key=lambda candidate: candidate.order)
+        equal = groupby(self.fitting, key=lambda candidate: candidate.order[0])
+        self.best = [next(group) for _, group in islice(equal, self.top)]
 
-    def _measure_closest(self) -> None:
-        """Compute the memory of excluded points, as long as one may be the closest."""
-        for held, point in sorted(self._by_held, key=itemgetter(0)):
-            if self.closest is not None and held >= self.closest[0]:
-                break
-            try:
-                self._memory(point, point.legal_job(self.space.base), ranks=1)
-            except ConfigError:
-                # The smallest passes may be illegal. Then only what is held without them is known.
-                self.closest = self.closest or (held, point)
-
-    def _held_shortfall(self, point: LayoutPoint) -> float:
-        """Bytes that a point lacks at least, by what its first rank holds at the end of a step; no passes."""
-        job = point.job_unchecked(self.space.base)
+    def _usable(self, job: Job) -> float:
         limit = memory_limit(job, device_of(job))
-        if limit is None or job.parallelism.cpu_offload:
-            return 0.0
+        return math.inf if limit is None else (1 - self.headroom) * limit
+
+    def _may_hold(self, point: LayoutPoint) -> bool:
+        """Whether the first rank has room for parameters, gradients and optimizer state, without passes."""
+        job = point.job_unchecked(self.space.base)
+        if job.parallelism.cpu_offload:
+            return True
         held = parameters_of(job, 0)
         size = 2 * held.parameter_bytes + held.optimizer_bytes  # gradients are as large
         if point.pp > 1 and job.fsdp_ranks > 1:
@@ -300,44 +308,25 @@ class Search:
             )
             unsharded = sum(tensor.gathered_elements for tensor in parameters)
             size += unsharded * BYTES[job.precision.reduce_dtype]
-        return max(0.0, size - (1 - self.headroom) * limit)
+        lacks = size - self._usable(job)
+        if lacks > 0:
+            self._short[point.family].append(Shortfall(True, lacks, point))
+        return lacks <= 0
 
-    def _memory(
+    def _ranks_that_fit(
         self, point: LayoutPoint, job: Job, ranks: int | None = None
-    ) -> tuple[float, list[RankMemory]]:
-        """Bytes that a point lacks, 0 if it fits; and the memory of its pipeline ranks, or of the first
-        ``ranks``, up to the first rank that lacks some."""
-        limit = memory_limit(job, device_of(job))
-        usable = math.inf if limit is None else (1 - self.headroom) * limit
-        known = self._known[point.family]
-        memories = []
+    ) -> list[RankMemory] | None:
+        """The memory of a point's pipeline ranks, or of the first ``ranks``; None if one does not fit."""
+        usable = self._usable(job)
         software = None if self.calibration is None else self.calibration.software
+        memories = []
         for memory in islice(ranks_in_turn(job, software, self._passes), ranks):
-            memories.append(memory)
             if memory.peak > usable:
-                lacks = memory.peak - usable
-                known.append((point.rows, point.saved, lacks))
-                if self.closest is None or lacks < self.closest[0]:
-                    self.closest = lacks, point
-                return lacks, memories
-        return 0.0, memories
-
-    def _plan(self, point: LayoutPoint) -> float:
-        """Plan a point and keep it if it fits; return the bytes that it lacks."""
-        base = self.space.base
-        try:
-            lacks, ranks = self._memory(point, point.legal_job(base))
-            if lacks == 0.0:
-                plan = make_plan(point.job(base), self.calibration, ranks)
-        except ConfigError as error:
-            self._count_illegal(error)
-            return 0.0
-        if lacks == 0.0:
-            self.planned += 1
-            insort(self.fitting, Candidate(point, plan), key=lambda each: each.order)
-            equal = groupby(self.fitting, key=lambda each: each.order[0])
-            self.best = [next(group) for _, group in islice(equal, self.top)]
-        return lacks
+                shortfall = Shortfall(False, memory.peak - usable, point)
+                self._short[point.family].append(shortfall)
+                return None
+            memories.append(memory)
+        return memories
 
 
 def _too_many(space: Space, what: str) -> UserError:

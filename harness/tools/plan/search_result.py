@@ -42,8 +42,8 @@ def render_search(found: Search) -> str:
     unit = device_name(plan)
     head = (
         f"{job.name} on {devices(plan)}{nodes_in_words(job)}; {batch_in_words(job)}\n"
-        f"{plural(found.points, 'way')} to run {plural(found.layouts, 'layout')}, {found.planned:,} of them "
-        f"fully planned, in {found.seconds:.1f} s\n"
+        f"{plural(found.points, 'way')} to run {plural(found.layouts, 'layout')}, {len(found.fitting):,} of "
+        f"them fully planned, in {found.seconds:.1f} s\n"
     )
     kept = sorted(field for field in found.space.typed if field.startswith(_SEARCHED))
     if kept:
@@ -56,23 +56,7 @@ def render_search(found: Search) -> str:
         Column("schedule", "schedule"),
         *figure_columns(f"tokens/s a {unit}"),
     ]
-    rows = []
-    for name, each in found.shown.items():
-        point = each.point
-        own = each.plan.job
-        batch = f"{own.accumulation_steps} x {point.local_batch_size}"
-        if point.schedule:
-            batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
-        rows.append(
-            {
-                "name": name,
-                "layout": mesh_of(own.parallelism),
-                "batch": batch,
-                "mode": point.mode,
-                "schedule": schedule_of(own).partition(" (")[0] if point.schedule else "",
-                **in_short(each.plan),
-            }
-        )
+    rows = [{"name": name, **_row(candidate)} for name, candidate in found.shown.items()]
     table = to_text(Table(columns, rows, missing=""), "  ")
     hours = "unknown" if plan.gpu_hours is None else figure(plan.gpu_hours)
     cost = cost_in_words(plan)
@@ -81,15 +65,32 @@ def render_search(found: Search) -> str:
     return f"{head}\n{table}{trust}\nwhy the others lose\n{_losers(found)}"
 
 
+def _row(candidate: Candidate) -> dict[str, Any]:
+    point = candidate.point
+    job = candidate.plan.job
+    batch = f"{job.accumulation_steps} x {point.local_batch_size}"
+    schedule = ""
+    if point.schedule:
+        batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
+        schedule = schedule_of(job).partition(" (")[0]
+    return {
+        "layout": mesh_of(job.parallelism),
+        "batch": batch,
+        "mode": point.mode,
+        "schedule": schedule,
+        **in_short(candidate.plan),
+    }
+
+
 def _alike(found: Search) -> int | None:
     """Return how many of the best layouts are too close to the first to rank; None without published rows."""
-    return None if found.error is None else sum(each.seconds <= found.most for each in found.best)
+    if found.error is None:
+        return None
+    return sum(candidate.seconds <= found.most for candidate in found.best)
 
 
 def _distinguished(found: Search) -> str:
     alike = _alike(found)
-    first = found.best[0]
-    simplest = found.simplest
     if alike is None:
         return ""
     which = "all" if alike == len(found.best) else f"the first {alike}"
@@ -98,16 +99,16 @@ def _distinguished(found: Search) -> str:
         f"{claim}: the planned ratio of two layouts is off by {found.error:.1%} or less "
         f"in four of five published pairs ({RESOLUTION.pairs} pairs, {RESOLUTION.tables} tables)\n"
     )
+    first = found.best[0]
+    simplest = found.simplest
     if simplest is first:
         return text
     mode = simplest.point.mode
     plan = simplest.plan
-    speed = simplest.plan.speed
-    assert speed is not None
     return (
         f"{text}simplest within the error: {mesh_of(plan.job.parallelism)}, "
         f"{'no' if mode == 'none' else mode} recompute: {gib(plan.peak)} GiB, "
-        f"{figure(speed.tokens_per_second_per_rank)} tokens/s a {device_name(plan)}, "
+        f"{figure(in_short(plan)['tokens_per_second_per_rank'])} tokens/s a {device_name(plan)}, "
         f"{1 - first.seconds / simplest.seconds:.1%} behind\n"
     )
 
@@ -117,48 +118,42 @@ def _losers(found: Search) -> str:
     lines = [
         (count, f"illegal: {shortened(str(found.rules[field]), 150)}") for field, count in shown
     ]
-    if others := sum(found.illegal.values()) - sum(count for _, count in shown):
-        lines.append((others, f"illegal by {len(found.illegal) - len(shown)} other rules"))
-    if found.closest is not None:
-        lacks, point = found.closest
-        closest = f"{mesh_of(point.layout(found.space.base.parallelism))}, {point.mode}"
-        reason = f"do not fit; the closest is at least {gib(lacks)} GiB too large: {closest}"
-        lines.append((found.too_large, reason))
-    if found.tied:
-        lines.append((found.tied, "as fast as one of these, less simple or with more memory"))
-    if found.slower:
-        lines.append((found.slower, "slower"))
-    return "".join(f"  {count:>9,}  {reason}\n" for count, reason in lines)
+    others = found.illegal.total() - sum(count for _, count in shown)
+    lines.append((others, "illegal by other rules"))
+    if closest := found.closest:
+        layout = mesh_of(closest.point.layout(found.space.base.parallelism))
+        reason = f"at least {gib(closest.bytes)} GiB too large: {layout}, {closest.point.mode}"
+        lines.append((found.too_large, f"do not fit; the closest is {reason}"))
+    lines.append((found.slower, "slower, or as fast and less simple"))
+    return "".join(f"  {count:>9,}  {reason}\n" for count, reason in lines if count)
 
 
 def search_as_dict(found: Search) -> dict[str, Any]:
     """The result of a search as plain containers, for JSON."""
     base = found.space.base.parallelism
 
-    def plain(each: Candidate) -> dict[str, Any]:
-        plan = as_dict(each.plan)
+    def plain(candidate: Candidate) -> dict[str, Any]:
+        plan = as_dict(candidate.plan)
         del plan["speed"]["timeline"]
-        return {"overrides": each.point.overrides(base), "plan": plan}
+        return {"overrides": candidate.point.overrides(base), "plan": plan}
 
-    closest = None
-    if found.closest is not None:
-        closest = {"lacks": found.closest[0], "overrides": found.closest[1].overrides(base)}
+    closest = found.closest
     return {
         "world_size": found.space.world,
         "layouts": found.layouts,
         "points": found.points,
-        "planned": found.planned,
+        "planned": len(found.fitting),
         "seconds": found.seconds,
         "kept": sorted(found.space.typed),
         "alike": _alike(found),
-        "best": [plain(each) for each in found.best],
+        "best": [plain(candidate) for candidate in found.best],
         "simplest": plain(found.simplest),
-        "fastest": {kind: plain(each) for kind, each in found.fastest.items()},
+        "fastest": {kind: plain(candidate) for kind, candidate in found.fastest.items()},
         "lost": {
             "illegal": dict(found.illegal.most_common()),
             "too_large": found.too_large,
-            "tied": found.tied,
-            "closest": closest,
+            "closest": closest
+            and {"lacks": closest.bytes, "overrides": closest.point.overrides(base)},
             "slower": found.slower,
         },
     }

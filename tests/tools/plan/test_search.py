@@ -177,9 +177,10 @@ def test_the_best_are_those_of_brute_force(
         assert rank(found.fastest[kind].plan) == min(map(rank, only))
     # All points are counted, and most were not planned.
     illegal = sum(found.illegal.values())
-    assert found.points == 10 + found.too_large + found.tied + found.slower + illegal
+    assert found.points == 10 + found.too_large + found.slower + illegal
+    assert found.slower > 0
     assert found.too_large <= len(plans) - len(fitting)
-    assert found.planned < len(plans) / 2
+    assert len(found.fitting) < len(plans) / 2
 
 
 @pytest.mark.parametrize("batch", [9, 11])
@@ -311,7 +312,7 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
     )
     simple = "simplest within the error: dp_replicate 8, no recompute: "
     kept = "kept as typed: parallelism.cp, parallelism.tp\n"
-    for line in (kept, simple, "why the others lose\n", "  slower\n"):
+    for line in (kept, simple, "why the others lose\n", "  slower, or as fast and less simple\n"):
         assert line in result.text
     plain = loads(dumps(result.data))
     assert plain["sweep_file"] == str(file) and len(plain["best"]) == 2
