@@ -33,22 +33,6 @@ FORMAT = 1
 CHECKSUM = "xxh3_128"
 
 
-# Keys that readers use, with the types of their values: of every manifest, of one that a run can
-# resume from, of a file, and of parts that may be absent.
-_NEEDED = {"step": int, "files": {}, "state": {}, "options": {}}
-_TO_RESUME = {
-    "train_state": {"step": int},
-    "lr_scheduler": {"last_epoch": int},
-    "data_loader": {"step": int},
-}
-_FILE = {"size": int, CHECKSUM: str}
-_RECORDED: dict[str, Any] = {
-    "job": {"training": {"steps": int}, "parallelism": {}},
-    "model": {},
-    "tokenizer": {},
-}
-
-
 def encode_manifest(manifest: dict[str, Any]) -> bytes:
     """Encode a manifest as JSON and add its checksum."""
     # Round-trip through JSON first: the reader computes the checksum from the decoded values.
@@ -64,29 +48,7 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
     version = manifest.get("format")
     if version != FORMAT:
         raise DamagedCheckpoint(f"{MANIFEST} has format {version}, and this version reads {FORMAT}")
-    # Another version may have left keys out without another format.
-    _require(manifest, _NEEDED, "manifest")
-    files = dict.fromkeys(manifest["files"], _FILE)
-    if manifest.get("holds") != "hf":
-        files[METADATA] = _FILE
-    pattern = {key: part for key, part in _RECORDED.items() if manifest.get(key) is not None}
-    _require(manifest, {**pattern, "files": files}, "manifest")
-    if manifest.get("holds", "full") == "full":
-        _require(manifest["state"], _TO_RESUME, "manifest.state")
-        position = manifest["state"]["data_loader"]
-        if "slots" not in position:  # a stream counts none
-            _require(position, {"samples": int}, "manifest.state.data_loader")
     return manifest
-
-
-def _require(value: Any, pattern: Any, name: str) -> None:
-    """Raise ValueError unless a value is of a type, or has the keys and types of a pattern."""
-    kind = dict if isinstance(pattern, dict) else pattern
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r:.40}, not of type {kind.__name__}")
-    if isinstance(value, dict):
-        for key, inner in pattern.items():
-            _require(value.get(key), inner, f"{name}.{key}")
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -6,38 +6,31 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
-from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
+from harness.checkpoint.catalog import Checkpoint, DamagedCheckpoint, reading
 from harness.checkpoint.optimizer_state import (
     allocate_optimizer_state,
     clear_optimizer_state,
     set_numbers,
     tensors_to_load,
 )
-from harness.checkpoint.resume import find_start, folder_of, no_usable_error, written_by
+from harness.checkpoint.resume import find_start, no_usable_error, written_by
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
+    CheckpointedRun,
     RankGroup,
-    Trained,
-    WeightExchange,
-    is_finite,
     model_state,
-    non_finite_warning,
     rng_key,
     set_rng_state,
 )
 from harness.checkpoint.storage import Reader
-from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
-from harness.data.loader import Loader
 from harness.model.spec import tensor_shapes
 from harness.util.errors import MachineError, UserError
 
@@ -53,26 +46,8 @@ class Resumed:
     messages: tuple[str, ...] = ()
 
 
-class CheckpointLoader:
+class CheckpointLoader(CheckpointedRun):
     """Finds and loads the checkpoint that a run starts from: parameters, optimizer, data position."""
-
-    def __init__(
-        self,
-        job: Job,
-        run_dir: Path,
-        engine: Trained,
-        loader: Loader,
-        ranks: RankGroup,
-        weights: WeightExchange,
-    ) -> None:
-        self.job = job
-        self.config = job.checkpoint
-        self.run_dir = run_dir
-        self.engine = engine
-        self.loader = loader
-        self.ranks = ranks
-        self.weights = weights
-        self.folder = CheckpointFolder(folder_of(job, run_dir))
 
     def start(self) -> Resumed:
         """Load the newest undamaged checkpoint, or else checkpoint.initial_load_path."""
@@ -98,7 +73,6 @@ class CheckpointLoader:
         state = self._load_initial(start.initial)
         self._move_later_aside(-1)
         messages.append(f"initial values from {start.initial.path}")
-        messages += self._warnings_of_values()
         return Resumed(start.initial.path, state, tuple(messages))
 
     def _move_later_aside(self, step: int) -> None:
@@ -168,18 +142,6 @@ class CheckpointLoader:
             return {}
         except DamagedCheckpoint as error:
             raise UserError(f"checkpoint.initial_load_path={path}: {error}") from error
-
-    def _warnings_of_values(self) -> list[str]:
-        local = {
-            name: each.to_local() if isinstance(each, DTensor) else each
-            for name, each in model_state(self.engine).items()
-        }
-        found = self.ranks.gather([name for name, each in local.items() if not is_finite(each)])
-        names = tensor_shapes(self.job.model)
-        on_any = set().union(*found)
-        wrong = [name for name in names if name in on_any]
-        warning = non_finite_warning(wrong, len(names), "loaded")
-        return [warning] if warning else []
 
     def _require_parameters(self, checkpoint: Checkpoint) -> None:
         """Check names and shapes on rank 0; DCP's own check prints many lines per tensor."""

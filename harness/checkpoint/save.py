@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,25 +17,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from harness.checkpoint.catalog import (
-    CheckpointFolder,
     DamagedCheckpoint,
     make_room,
     remove,
     remove_unfinished,
 )
 from harness.checkpoint.optimizer_state import optimizer_state, require_owned
-from harness.checkpoint.resume import folder_of
 from harness.checkpoint.state import (
-    RankGroup,
-    Trained,
-    WeightExchange,
+    CheckpointedRun,
     model_state,
     rng_key,
     rng_state,
 )
 from harness.checkpoint.storage import Writer
-from harness.config.job import Job
-from harness.data.loader import Loader, merge_states
+from harness.data.loader import merge_states
 from harness.util.errors import MachineError, UserError
 from harness.util.files import LockedError
 
@@ -73,29 +67,16 @@ class _Stager(DefaultStager):
         return staged
 
 
-class Saver:
+@dataclass
+class Saver(CheckpointedRun):
     """Writes the checkpoints of one run."""
 
-    def __init__(
-        self,
-        job: Job,
-        run_dir: Path,
-        engine: Trained,
-        loader: Loader,
-        ranks: RankGroup,
-        weights: WeightExchange,
-        say: Callable[[str], None],
-    ) -> None:
-        self.job = job
-        self.config = job.checkpoint
-        self.engine = engine
-        self.loader = loader
-        self.ranks = ranks
-        self.weights = weights
-        self.say = say
-        self.folder = CheckpointFolder(folder_of(job, run_dir))
-        if engine.device.type != "cuda":
-            self.config.refuse_pinned_memory(f"ranks compute on {engine.device.type}")
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        device = self.engine.device.type
+        if device != "cuda":
+            self.config.refuse_pinned_memory(f"ranks compute on {device}")
         self.account = Account()
         self.asks_to_stop = False  # set after too many failed background saves
         self._failed_in_a_row = 0

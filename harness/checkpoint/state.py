@@ -14,7 +14,10 @@ import base64
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -22,9 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.checkpoint.catalog import DamagedCheckpoint
+from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint
+from harness.checkpoint.resume import folder_of
+from harness.config.checkpoint import CheckpointConfig
 from harness.config.job import Job
 from harness.config.model import ModelConfig
+from harness.data.loader import Loader
 from harness.model.part import ModelPart
 from harness.model.spec import is_buffer
 from harness.parallelism.mesh import Mesh
@@ -158,6 +164,26 @@ class WeightExchange(Protocol):
     def finish(self, source: str, target: str, job: Job, manifest: dict[str, Any]) -> None: ...
 
 
+@dataclass
+class CheckpointedRun:
+    """A run on this rank: what its checkpoints are taken from, and loaded into."""
+
+    job: Job
+    run_dir: Path
+    engine: Trained
+    loader: Loader
+    ranks: RankGroup
+    weights: WeightExchange
+
+    @property
+    def config(self) -> CheckpointConfig:
+        return self.job.checkpoint
+
+    @cached_property
+    def folder(self) -> CheckpointFolder:
+        return CheckpointFolder(folder_of(self.job, self.run_dir))
+
+
 def model_state(model: HasWeights, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """This rank's parameters, cast if ``dtype`` is given, and its saved buffers."""
     weights = {}
@@ -220,15 +246,12 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
-def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
-    """Return a warning about ``names`` of so many ``tensors``, with non-finite values; None without any.
-
-    ``what`` is a participle for the message, ``written`` or ``loaded``.
-    """
+def non_finite_warning(names: Sequence[str], tensors: int) -> str | None:
+    """Return a warning about ``names`` of so many ``tensors``, with non-finite values; None without any."""
     if not names:
         return None
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return (
         f"WARNING {len(names)} of {tensors} tensors hold NaN or infinite values: "
-        f"{', '.join(names[:NAMES_SHOWN])}{more}; they were {what} as they are"
+        f"{', '.join(names[:NAMES_SHOWN])}{more}; they were written as they are"
     )

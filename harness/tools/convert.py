@@ -195,7 +195,7 @@ def _convert(
         f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
         f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
     )
-    if warning := non_finite_warning(not_finite, len(source.tensors), "written"):
+    if warning := non_finite_warning(not_finite, len(source.tensors)):
         _print(warning)
     if remark:
         _print(f"note: {remark}")
