@@ -25,7 +25,6 @@ from harness.util.errors import ConfigError
 
 TRAIN_ON = ("all", "last")
 LONG_CONVERSATIONS = ("drop", "cut")
-ENCODING_ERRORS = ("strict", "replace")
 TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
 BOUNDARIES = ("auto", "eos", "bos", "none")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
@@ -68,9 +67,6 @@ class DataConfig:
     compressed: .gz, .bz2, .xz, .zst. chat: the same without `text`. tokens: `corpus` (a folder of
     harness tokenize), the name of another software's format (listed in docs/howto/data.md), or
     `auto` (by name and first bytes)."""
-    encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
-    """local, chat: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
-    `replace` substitutes U+FFFD for each wrong byte. result.json has the number of such documents."""
     text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
     tokens_field: str = numerics("input_ids", nonempty=True, id_omits_default=True)

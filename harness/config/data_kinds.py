@@ -88,7 +88,7 @@ _FILES = ("paths", "validation_paths", "format")
 _BUILTINS = {
     "local": DataKind(
         "harness.data.documents:LocalFiles",
-        fields=(*_FILES, "exclude", "encoding_errors"),
+        fields=(*_FILES, "exclude"),
         formats=TEXT_FORMATS,
         example="my_corpus/**/*.txt",
     ),
@@ -111,7 +111,6 @@ _BUILTINS = {
         fields=(
             *_FILES,
             "exclude",
-            "encoding_errors",
             "messages_field",
             "chat_template",
             "chat_template_options",

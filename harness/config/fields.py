@@ -18,6 +18,7 @@ import inspect
 import itertools
 import operator
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import (
@@ -162,9 +163,10 @@ def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
         is_omitted = field.metadata.get("id_omits_default") and value == default_of(field)
         if field.metadata["role"] in roles and not is_omitted:
             covered.append((name, value))
-        for removed in REMOVED_AFTER.get(name, ()):
+        for removed in REMOVED_AFTER.get(_of_any_source(name), ()):
             if removed.role in roles:
-                covered.append((removed.name, removed.value))
+                group = name.rpartition(".")[0]
+                covered.append((f"{group}.{removed.name.rpartition('.')[2]}", removed.value))
     return covered
 
 
@@ -392,8 +394,8 @@ class Removed(NamedTuple):
 
     name: str
     after: str
-    """The leaf field that stood before it: an id depends on the order. Rows that share it stand
-    together."""
+    """The leaf field that stood before it, in the same group: an id depends on the order. Rows that
+    share it stand together."""
     role: str
     """Its role; empty if no id has covered its default."""
     value: Any
@@ -407,6 +409,7 @@ REMOVED = (
     Removed("optimizer.decay_vectors", "optimizer.weight_decay", NUMERICS, False),
     Removed("optimizer.decay_embeddings", "optimizer.weight_decay", NUMERICS, True),
     Removed("debug.max_skipped_steps", "debug.non_finite", NUMERICS, 10),
+    Removed("data.encoding_errors", "data.format", NUMERICS, "strict"),
 )
 REMOVED_LABELS = (
     "cluster.hardware.tf32_tflops",
@@ -432,11 +435,16 @@ REMOVED_VALUES = {"metrics.console": ("auto", "rich")}
 """Values of labels that older files may give: the default takes their place."""
 
 
+def _of_any_source(name: str) -> str:
+    """The name of a field of ``data.sources.NAME`` among those of ``data``."""
+    return re.sub(r"^data\.sources\.[^.]+\.", "data.", name)
+
+
 def _is_removed(name: str, value: Any) -> bool:
     """Whether an older file may give this field, or this value of it, that is no more."""
     if value in REMOVED_VALUES.get(name, ()):
         return True
-    removed = _REMOVED_BY_NAME.get(name)
+    removed = _REMOVED_BY_NAME.get(_of_any_source(name))
     return name in REMOVED_LABELS or (removed is not None and removed.value == value)
 
 
@@ -448,7 +456,7 @@ def no_such_field(
     whole: str = "the job",
 ) -> str:
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
-    if prefix + name in (*_REMOVED_BY_NAME, *REMOVED_LABELS):
+    if _of_any_source(prefix + name) in (*_REMOVED_BY_NAME, *REMOVED_LABELS):
         return "was removed; CHANGELOG.md says what takes its place"
     # First the namesakes: steps is no sweep.
     close = [namesake for namesake in namesakes if not prefix and namesake.endswith(f".{name}")]

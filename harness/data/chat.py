@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -75,9 +75,7 @@ class Conversations(LocalFiles):
 
     @property
     def reading(self) -> list[Any]:
-        errors = self.config.encoding_errors
-        reading = ["chat", self.config.format, self.config.messages_field]
-        return reading if errors == "strict" else [*reading, errors]
+        return ["chat", self.config.format, self.config.messages_field]
 
     def format_of(self, file: Path) -> str:
         return "parquet" if super().format_of(file) == "parquet" else "jsonl"
@@ -141,8 +139,8 @@ class ConversationTokenizer(Tokenizer):
             _labelled(each, learned) for each, (_, learned) in zip(marked, rendered, strict=True)
         ]
 
-    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
-        yield self.encode("".join(parts))
+    def encode_in_pieces(self, text: str) -> Iterator[list[int]]:
+        yield self.encode(text)
 
     def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
         return self._tokenizer.encode_marked(texts)

@@ -18,7 +18,6 @@ def load_conversations(reading: Reading) -> Loader:
     tokenized = open_documents(reading)
     samples = PackedConversations(tokenized, reading)
     loader = load_numbered(reading, samples)
-    loader.damaged_documents = tokenized.damaged
     loader.note = f"data of {reading.split}: {describe(samples, reading.data, reading.seq_len)}"
     return loader
 

@@ -81,13 +81,11 @@ class TokenizedSplit:
         tokens: all documents, concatenated (integers, 1-d memory map).
         starts: offset of each document in ``tokens`` (ascending).
         name: the source and the split, for error messages.
-        damaged: number of documents of the source that were not UTF-8, and were repaired.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     name: str
-    damaged: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +133,7 @@ class Counts:
     tokens: dict[str, int]
     documents: dict[str, int]
     damaged: int = 0
-    """Documents that were not UTF-8, and were repaired (data.encoding_errors)."""
+    """Documents that an earlier version has repaired because they were not UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool
         )
         for file, dtype in zip(files, (meta["dtype"], "int64"), strict=True)
     )
-    return TokenizedSplit(tokens, starts, name, meta.get("damaged", 0))
+    return TokenizedSplit(tokens, starts, name)
 
 
 def open_shards(folder: Path, split: str, *, check: bool = True) -> list[TokenizedSplit]:
@@ -410,7 +408,6 @@ class CorpusWriter(ShardWriter):
     def _concatenate(self, folder: Path, units: Sequence[Unit], first_document: int) -> None:
         writers = {split: _Writer(folder, split) for split in SPLITS}
         document = first_document
-        damaged = 0
         try:
             for unit in units:
                 file = self._units_folder / f"{unit.key}.tokens"
@@ -432,14 +429,12 @@ class CorpusWriter(ShardWriter):
                     writer = writers["validation" if held[first] else "train"]
                     writer.append(tokens[begin:end], index.starts[first:last] - begin)
                 document += index.num_documents
-                damaged += index.damaged
         finally:
             for writer in writers.values():
                 writer.close()
         meta = {
             "dtype": self._dtype.name,
             "tokens": {split: writers[split].num_tokens for split in SPLITS},
-            "damaged": damaged,
             "files": describe_files(folder, [*files_of("train"), *files_of("validation")]),
             _SOURCE_DOCUMENTS: document - first_document,
         }
@@ -450,15 +445,10 @@ class CorpusWriter(ShardWriter):
         counts = []
         for meta in map(read_meta, folders):
             documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
-            counts.append(
-                Counts(
-                    {split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"]
-                )
-            )
+            counts.append(Counts({split: meta["tokens"][split] for split in SPLITS}, documents))
         total = Counts(
             _sum([shard.tokens for shard in counts]),
             _sum([shard.documents for shard in counts]),
-            sum(shard.damaged for shard in counts),
         )
         if not any(total.tokens.values()):
             raise DataError(f"{self._source.name} {self._source.without_tokens}")

@@ -38,8 +38,6 @@ _BLOCK_BYTES = 1 << 20
 LONGEST_LINE = 100_000_000
 """Bytes of a line of JSON; a longer one is no document, and would fill the memory."""
 EMPTY = "holds no text: every document is empty"
-# A longer file has more than units.LONG_CHARS characters, which have at most 4 bytes each.
-LONG_FILE_BYTES = 16_000_000
 _DAMAGED_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
@@ -60,17 +58,6 @@ class Span:
     nbytes: int
 
 
-class LongText:
-    """A document that is too long to be in memory, nonempty.
-
-    Args:
-        parts: returns the consecutive parts of the text.
-    """
-
-    def __init__(self, parts: Callable[[], Iterator[str]]) -> None:
-        self.parts = parts
-
-
 class Source(Protocol):
     """Documents in a fixed order."""
 
@@ -79,8 +66,6 @@ class Source(Protocol):
     """Name for error messages: the field and its value."""
     without_tokens: str
     """What to say of a source without a token."""
-    damaged: int
-    """Documents so far that were not UTF-8, and were repaired (data.encoding_errors)."""
 
     @property
     def identity(self) -> Any:
@@ -96,14 +81,13 @@ class Source(Protocol):
     def spans(self, unit_bytes: int) -> Iterator[Span]:
         """Yield all of it in parts, of at most about ``unit_bytes`` where it can be cut."""
 
-    def read(self, span: Span) -> Iterator[str | LongText]:
+    def read(self, span: Span) -> Iterator[str]:
         """Yield the text of every document of a span, including empty ones."""
 
     def documents(self) -> Iterator[str]:
         """Yield every document's text, including empty ones."""
         for span in self.spans(sys.maxsize):
-            for text in self.read(span):
-                yield text if isinstance(text, str) else "".join(text.parts())
+            yield from self.read(span)
 
 
 def cut(name: str, length: int, nbytes: int, unit_bytes: int) -> Iterator[Span]:
@@ -187,30 +171,6 @@ def skip_to_line(lines: IO[bytes], begin: int) -> int:
     return lines.tell()
 
 
-def find_damage(file: Path) -> int | None:
-    """Return the first byte of a file that is not UTF-8, as ``bytes.decode`` reports it; None without one."""
-    position = 0
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with open_file(file) as content:
-        try:
-            while block := content.read(_BLOCK_BYTES):
-                position += len(block)
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            return position - len(error.object) + error.start
-    return None
-
-
-def read_in_parts(file: Path, errors: str) -> Iterator[str]:
-    """Yield the text of a file in parts; ``errors`` is the decoder's: ``strict`` or ``replace``."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    with open_file(file) as content:
-        while block := content.read(_BLOCK_BYTES):
-            yield decoder.decode(block)
-        yield decoder.decode(b"", final=True)
-
-
 def row_groups(file: Path) -> int:
     """Number of row groups of a parquet file."""
     import pyarrow
@@ -281,7 +241,6 @@ class LocalFiles(Source):
 
     def __init__(self, config: DataConfig, split: str) -> None:
         self.config = config
-        self.damaged = 0
         field, self._patterns = config.files_of(split)
         self.name = f"data.{field}=[{', '.join(self._patterns)}]"
 
@@ -302,13 +261,11 @@ class LocalFiles(Source):
 
     @property
     def identity(self) -> Any:
-        identity = ["local", file_stats(self.files), *self.reading[:2]]
-        errors = self.config.encoding_errors
-        return identity if errors == "strict" else [*identity, errors]
+        return ["local", file_stats(self.files), *self.reading]
 
     @property
     def reading(self) -> list[Any]:
-        return [self.config.format, self.config.text_field, self.config.encoding_errors]
+        return [self.config.format, self.config.text_field]
 
     def contents(self, spans: Iterable[Span]) -> Any:
         spans = list(spans)
@@ -326,7 +283,7 @@ class LocalFiles(Source):
             else:
                 yield from cut(str(file), row_groups(file), size, unit_bytes)
 
-    def read(self, span: Span) -> Iterator[str | LongText]:
+    def read(self, span: Span) -> Iterator[str]:
         file = Path(span.name)
         try:
             format = self.format_of(file)
@@ -335,27 +292,20 @@ class LocalFiles(Source):
             elif format == "parquet":
                 yield from self.read_parquet(file, span)
             else:
-                yield from self._read_text(file)
+                yield self._read_text(file)
         except _DAMAGED_FILE as error:
             raise DataError(f"{file} cannot be read: {describe(error)}") from error
 
     def format_of(self, file: Path) -> str:
         return self.config.format if self.config.format != "auto" else format_of(file)
 
-    def _read_text(self, file: Path) -> Iterator[str | LongText]:
+    def _read_text(self, file: Path) -> str:
         # bytes, not text mode: newlines stay as they are
         with open_file(file) as content:
-            text = content.read(LONG_FILE_BYTES + 1)
+            text = content.read()
         if self.config.format == "auto":
             _refuse_json(file, text)
-        if len(text) <= LONG_FILE_BYTES:
-            yield self._decoded(text, str(file))
-            return
-        position = find_damage(file)
-        if position is not None:
-            self._count_damage(str(file), f"byte {position}")
-        errors = "strict" if position is None else "replace"
-        yield LongText(partial(read_in_parts, file, errors))
+        return _decoded(text, str(file))
 
     def document_of(self, row: dict[str, Any], where: str) -> str:
         """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
@@ -384,7 +334,7 @@ class LocalFiles(Source):
                     line = line.removeprefix(codecs.BOM_UTF8)
                     start = offset - len(line)
                 if line.strip():
-                    text = self._decoded(line, where, start)
+                    text = _decoded(line, where, start)
                     try:
                         row = parse_object(text)
                     except ValueError as error:
@@ -392,21 +342,16 @@ class LocalFiles(Source):
                         raise DataError(f"{where}: not a JSON object ({error}); {works}") from error
                     yield self.document_of(row, where)
 
-    def _decoded(self, content: bytes, where: str, start: int = 0) -> str:
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            byte = f"byte {start + error.start}"
-            self._count_damage(where, f"{byte} of the file" if start else byte)
-        return content.decode("utf-8", "replace")
 
-    def _count_damage(self, where: str, byte: str) -> None:
-        """Count a document that is not UTF-8, if it may be repaired."""
-        if self.config.encoding_errors == "strict":
-            raise DataError(
-                f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace"
-            )
-        self.damaged += 1
+def _decoded(content: bytes, where: str, start: int = 0) -> str:
+    """Decode a document that begins at byte ``start`` of the file."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 at byte {start + error.start}{' of the file' if start else ''}; would "
+            "work: a file in UTF-8; iconv -c -f utf-8 -t utf-8 leaves out what is not"
+        ) from error
 
 
 def file_stats(files: Iterable[Path]) -> list[list[Any]]:
@@ -487,7 +432,6 @@ class HubTable(Source):
 
     def __init__(self, config: DataConfig, split: str) -> None:
         self.config = config
-        self.damaged = 0
         self._split = config.split_of(split)
         self.name = f"data.dataset={config.dataset}, split {self._split}"
 

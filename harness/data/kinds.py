@@ -74,7 +74,6 @@ def load_mixture(reading: Reading) -> Loader:
     for name, loader in loaders.items():
         (sources[name],) = loader.sources.values()
     mixture = SampleLoader(reading, sources, order)
-    mixture.damaged_documents = sum(loader.damaged_documents for loader in loaders.values())
     mixture.note = (
         "\n".join(f"{name}: {each.note}" for name, each in loaders.items() if each.note) or None
     )

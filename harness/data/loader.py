@@ -31,8 +31,6 @@ class Loader(ABC):
     Attributes:
         samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or
             meaningless (synthetic data).
-        damaged_documents: number of documents that were not UTF-8, and were repaired
-            (data.encoding_errors).
         samples_per_epoch_of: the same for each source of a mixture; empty without a mixture.
         note: a line to show when training starts, or None.
         runs_in_loop: whether the training loop must call ``next`` itself, because it computes on
@@ -40,7 +38,6 @@ class Loader(ABC):
     """
 
     samples_per_epoch: int | None
-    damaged_documents: int = 0
     note: str | None = None
     runs_in_loop: bool = False
     samples_per_epoch_of: Mapping[str, int | None] = MappingProxyType({})
@@ -280,10 +277,7 @@ def load_numbered(reading: Reading, samples: Samples) -> SampleLoader:
 
 def load_documents(reading: Reading) -> Loader:
     """Return the loader of a source's documents, which are in the token cache."""
-    tokens = open_documents(reading)
-    loader = load_numbered(reading, PackedSamples(tokens, reading))
-    loader.damaged_documents = tokens.damaged
-    return loader
+    return load_numbered(reading, PackedSamples(open_documents(reading), reading))
 
 
 def load_synthetic(reading: Reading) -> Loader:

@@ -33,7 +33,6 @@ class Prefetcher(Loader):
         self._depth = depth
         self._device = device
         self.samples_per_epoch = loader.samples_per_epoch
-        self.damaged_documents = loader.damaged_documents
         self.samples_per_epoch_of = loader.samples_per_epoch_of
         self._state = loader.state_dict()
         self._worker: _PrefetchThread | None = None

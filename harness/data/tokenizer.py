@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -89,10 +89,10 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``[encode(text) for text in texts]``, in parallel where that is faster."""
 
-    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
-        """Yield ``encode("".join(parts))`` in consecutive pieces, which needs less memory for a long text."""
-        for piece in split_long_text(parts, self.encode):
-            yield self.encode(piece)
+    def encode_in_pieces(self, text: str) -> Iterator[list[int]]:
+        """Yield ``encode(text)`` in consecutive pieces, which needs less memory for a long text."""
+        for piece in split_long_text(text, self.encode):
+            yield from self.encode_batch([piece])
 
     def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
         """Encode the texts of chat templates, in which special tokens have their own ids.
@@ -171,77 +171,30 @@ def fingerprint_of(kind: str, content: bytes) -> str:
     return f"{kind}/{hashlib.sha256(content).hexdigest()}"
 
 
-def split_long_text(parts: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[str]:
+def split_long_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
     """Yield consecutive parts of a text, of about ``PIECE_CHARS`` characters.
 
     A cut is made at the beginning of a line if the 1,000 characters on either side encode to the
     same ids separately and together. If no such line is found, the rest is one part.
     """
-    buffer = _Buffer(parts)
-    while buffer.fill(2 * PIECE_CHARS + 1):
-        end = _find_cut(buffer, encode)
+    begin = 0
+    while len(text) - begin > 2 * PIECE_CHARS:
+        end = _find_cut(text, begin + PIECE_CHARS, encode)
         if end is None:
             break
-        yield buffer.take(end)
-    yield buffer.take_all()
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
 
 
-def in_pieces(parts: Iterable[str], num_chars: int) -> Iterator[str]:
-    """Yield the same text in parts of ``num_chars`` characters; the last one may be shorter."""
-    buffer = _Buffer(parts)
-    while buffer.fill(num_chars):
-        yield buffer.take(num_chars)
-    if buffer.text:
-        yield buffer.text
-
-
-class _Buffer:
-    """The next characters of a text that comes in parts."""
-
-    def __init__(self, parts: Iterable[str]) -> None:
-        self.text = ""
-        self._parts = iter(parts)
-
-    def fill(self, num_chars: int) -> bool:
-        """Read until the buffer has at least ``num_chars``; return whether the text has as many."""
-        read = [self.text]
-        length = len(self.text)
-        while length < num_chars and (part := next(self._parts, None)) is not None:
-            read.append(part)
-            length += len(part)
-        self.text = "".join(read)
-        return length >= num_chars
-
-    def take(self, num_chars: int) -> str:
-        taken = self.text[:num_chars]
-        self.text = self.text[num_chars:]
-        return taken
-
-    def take_all(self) -> str:
-        return "".join([self.text, *self._parts])
-
-
-def _find_cut(buffer: _Buffer, encode: Callable[[str], list[int]]) -> int | None:
-    """Return the first possible cut after ``PIECE_CHARS``; None if none of ``_TRIES`` lines can be cut."""
-    first = PIECE_CHARS
-    tries = 0
-    while tries < _TRIES:
-        line = _NEW_LINE.search(buffer.text, first)
-        length = len(buffer.text)
-        if line is None or line.start() + _WINDOW_CHARS > length:
-            # The window may continue in parts that are not read yet.
-            buffer.fill(2 * length)
-            if len(buffer.text) > length:
-                continue
-        if line is None:
-            return None
+def _find_cut(text: str, first: int, encode: Callable[[str], list[int]]) -> int | None:
+    """Return the first possible cut from ``first`` on; None if none of ``_TRIES`` lines can be cut."""
+    for line in islice(_NEW_LINE.finditer(text, first), _TRIES):
         cut = line.start()
-        before = buffer.text[cut - _WINDOW_CHARS : cut]
-        after = buffer.text[cut : cut + _WINDOW_CHARS]
+        before = text[cut - _WINDOW_CHARS : cut]
+        after = text[cut : cut + _WINDOW_CHARS]
         if encode(before) + encode(after) == encode(before + after):
             return cut
-        first = cut + 1
-        tries += 1
     return None
 
 
@@ -297,9 +250,6 @@ class BytesTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
-
-    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
-        return (part.encode("utf-8") for part in parts)
 
     def num_bytes(self, ids: list[int]) -> list[int]:
         return [1] * len(ids)
@@ -448,9 +398,8 @@ class TiktokenTokenizer(Tokenizer):
         encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=self.num_threads))
         return [list(chain.from_iterable(islice(encoded, len(cut)))) for cut in parts]
 
-    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
-        for piece in in_pieces(parts, _MAX_CHARS):
-            yield from map(self._encoding.encode_ordinary, _cut_long_runs(piece))
+    def encode_in_pieces(self, text: str) -> Iterator[list[int]]:
+        return map(self._encoding.encode_ordinary, _cut_long_runs(text))
 
     def num_bytes(self, ids: list[int]) -> list[int]:
         return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]

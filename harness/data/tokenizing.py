@@ -6,8 +6,8 @@ depends neither on the number of processes, nor on how often tokenizing was stop
 line belongs to the span in which it begins.
 
     <key>.tokens     ids of the unit's documents, without a split into train and validation
-    <key>.index      int64: documents, damaged documents, tokens, then the start and the number of each
-                     document that is not empty; written last, so a unit with an index is complete
+    <key>.index      int64: documents, tokens, checksum, then the start and the number of each document
+                     that is not empty; written last, so a unit with an index is complete
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import xxhash
 
 from harness.config.data import TokenizerConfig
-from harness.data.documents import LongText, Source, Span
+from harness.data.documents import Source, Span
 from harness.data.tokenizer import Tokenizer, build_tokenizer, with_bos_eos
 from harness.data.workers import Workers
 from harness.util.errors import DataError
@@ -41,9 +41,7 @@ MOST_WORKERS = 32
 """Default maximum of processes."""
 # Larger batches take more memory, and more time: 1.3 s instead of 1.6 s for 8 MB (2026-11-23).
 CHARS_PER_BATCH = 250_000
-# A longer document is encoded in pieces.
-LONG_CHARS = 4_000_000
-_HEADER = 4
+_HEADER = 3
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -97,13 +95,11 @@ class Index:
 
     Attributes:
         num_documents: including empty ones.
-        damaged: documents that were not UTF-8.
         starts: offset of each nonempty document (int64).
         numbers: number of each nonempty document among all of the unit (int64).
     """
 
     num_documents: int
-    damaged: int
     num_tokens: int
     checksum: int
     starts: np.ndarray
@@ -134,7 +130,7 @@ def read_index(folder: Path, unit: Unit, dtype: np.dtype) -> Index | None:
         return None
     header = numbers[:_HEADER].tolist()
     rest = numbers[_HEADER:]
-    if len(header) < _HEADER or size != header[2] * dtype.itemsize or len(rest) % 2:
+    if len(header) < _HEADER or size != header[1] * dtype.itemsize or len(rest) % 2:
         return None
     return Index(*header, *np.split(rest, 2))
 
@@ -145,7 +141,7 @@ def is_intact(folder: Path, unit: Unit, dtype: np.dtype) -> bool:
     if index is None:
         return False
     tokens = folder / f"{unit.key}.tokens"
-    counts = (index.num_documents, index.damaged, index.num_tokens)
+    counts = (index.num_documents, index.num_tokens)
     if index.checksum == _checksum(
         tokens, *counts, index.starts.tobytes(), index.numbers.tobytes()
     ):
@@ -167,27 +163,21 @@ def write_unit(
     starts = array("q")
     numbers = array("q")
     num_tokens = 0
-    damaged = source.damaged
     counter = count()
     texts = chain.from_iterable(map(source.read, unit.spans))
     documents = ((next(counter), text) for text in texts)
     try:
         with temporary.open("xb") as file:
             for batch in _batches(documents):
-                for number, pieces in _encoded(batch, tokenizer, advance):
+                for number, pieces in _encoded(batch, tokenizer):
                     starts.append(num_tokens)
                     numbers.append(number)
                     for ids in pieces:
                         file.write(_packed(ids, dtype))
                         num_tokens += len(ids)
-                advance(
-                    sum(
-                        CHARS_PER_BATCH if isinstance(text, LongText) else len(text)
-                        for _, text in batch
-                    )
-                )
+                advance(sum(len(text) for _, text in batch))
             sync_file(file)
-        counts = next(counter), source.damaged - damaged, num_tokens
+        counts = next(counter), num_tokens
         checksum = _checksum(temporary, *counts, starts.tobytes(), numbers.tobytes())
         temporary.replace(folder / f"{unit.key}.tokens")
     finally:
@@ -201,63 +191,42 @@ def remove_unit(folder: Path, unit: Unit) -> None:
         (folder / f"{unit.key}.{kind}").unlink(missing_ok=True)
 
 
-Batch = list[tuple[int, str | LongText]]
+Batch = list[tuple[int, str]]
 
 
-def _is_long(text: str | LongText) -> bool:
-    return isinstance(text, LongText) or len(text) > LONG_CHARS
-
-
-def _encoded(
-    batch: Batch, tokenizer: Tokenizer, advance: Callable[[int], None]
-) -> Iterator[tuple[int, Iterable[Sequence[int]]]]:
+def _encoded(batch: Batch, tokenizer: Tokenizer) -> Iterator[tuple[int, Iterable[Sequence[int]]]]:
     """Yield for each document of a batch its number and its ids with bos and eos, in pieces."""
-    before, after = ([] if end is None else [[end]] for end in (tokenizer.bos_id, tokenizer.eos_id))
-    number, text = batch[0]
-    if _is_long(text):
-        parts = _advancing(text.parts(), advance) if isinstance(text, LongText) else [text]
-        yield number, chain(before, tokenizer.encode_in_pieces(parts), after)
+    if len(batch) == 1:
+        number, text = batch[0]
+        ends = ([] if end is None else [[end]] for end in (tokenizer.bos_id, tokenizer.eos_id))
+        before, after = ends
+        yield number, chain(before, tokenizer.encode_in_pieces(text), after)
         return
-    texts = [text for _, text in batch if not isinstance(text, LongText)]
-    for (number, _), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+    encoded = tokenizer.encode_batch([text for _, text in batch])
+    for (number, _), ids in zip(batch, encoded, strict=True):
         yield number, [with_bos_eos(ids, tokenizer)]
 
 
-def _advancing(parts: Iterator[str], advance: Callable[[int], None]) -> Iterator[str]:
-    for part in parts:
-        yield part
-        advance(len(part))
+def _batches(documents: Iterable[tuple[int, str]]) -> Iterator[Batch]:
+    """Yield the nonempty documents in lists of at most CHARS_PER_BATCH, to bound the memory of tokenizing.
 
-
-def _batches(documents: Iterable[tuple[int, str | LongText]]) -> Iterator[Batch]:
-    """Yield the nonempty documents in lists of about CHARS_PER_BATCH, to bound the memory of tokenizing.
-
-    A document of more than LONG_CHARS is a list of its own.
+    A longer document is a list of its own.
     """
     batch: Batch = []
     num_chars = 0
     for number, text in documents:
-        if not text:
-            continue
-        is_long = _is_long(text)
-        if is_long and batch:
+        if batch and num_chars + len(text) > CHARS_PER_BATCH:
             yield batch
             batch = []
             num_chars = 0
-        batch.append((number, text))
-        if not isinstance(text, LongText):
+        if text:
+            batch.append((number, text))
             num_chars += len(text)
-        if is_long or num_chars >= CHARS_PER_BATCH:
-            yield batch
-            batch = []
-            num_chars = 0
     if batch:
         yield batch
 
 
 def _packed(ids: Sequence[int], dtype: np.dtype) -> bytes:
-    if isinstance(ids, bytes):
-        return np.frombuffer(ids, dtype=np.uint8).astype(dtype).tobytes()
     return array("H" if dtype.itemsize == 2 else "I", ids).tobytes()
 
 

@@ -141,8 +141,7 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
         for split in counts.tokens
         if counts.tokens[split]
     ]
-    damaged = [plural(counts.damaged, "damaged document")] if counts.damaged else []
-    text = "; ".join([*shown, *damaged, f"shards: {len(manifest.shards)}"])
+    text = "; ".join([*shown, f"shards: {len(manifest.shards)}"])
     data = {
         "target": str(writer.target),
         **asdict(counts),

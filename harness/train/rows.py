@@ -113,7 +113,6 @@ _RESULT = (
     ),
     *_SOURCES,
     Metric("skipped_steps", "count", "Updates skipped because a number was not finite."),
-    Metric("damaged_documents", "count", "Documents that were not UTF-8 and were repaired."),
     Metric(
         "first_step_seconds",
         "s",
@@ -256,7 +255,6 @@ def result_row(trainer: Trainer) -> Row:
         **progress.evaluation,
         **source_progress(trainer),
         "skipped_steps": progress.skipped_steps,
-        "damaged_documents": trainer.loader.damaged_documents,
         "first_step_seconds": progress.first_step_seconds,
         "compile_seconds": compiler.seconds,
         "recompiles": compiler.recompiles,

@@ -18,11 +18,10 @@ from one_line import one_line
 from processes import workers_of_this_process
 
 import harness.data.cache as cache
-import harness.data.documents as sources
 import harness.data.tokenizing as tokenizing
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
-from harness.data.documents import LocalFiles, LongText, Span
+from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import TokenizingProgress, is_held_out, units_of
 from harness.util.errors import DataError, MachineError
@@ -57,8 +56,7 @@ def write_corpus() -> list[str]:
         pyarrow.table({"text": [*texts(70), None]}), "c.parquet", row_group_size=7
     )
     Path("d.txt").write_text(texts(300)[-1] * 20)
-    Path("e.txt").write_bytes(b"ab\xffcd")
-    return [*texts(120), *texts(30), *texts(70), "", texts(300)[-1] * 20, "ab\ufffdcd"]
+    return [*texts(120), *texts(30), *texts(70), "", texts(300)[-1] * 20]
 
 
 def expected(
@@ -78,14 +76,13 @@ def expected(
 def tokenized(
     config: TokenizerConfig = PLAIN, **settings: Any
 ) -> dict[str, tuple[list[int], list[int]]]:
-    read = {"paths": ["*.*"], "encoding_errors": "replace", "cache_dir": "cache", **settings}
+    read = {"paths": ["*.*"], "cache_dir": "cache", **settings}
     source = LocalFiles(DataConfig(**read), "train")
     common = {"held_out": HELD_OUT, "wait_for_all": None, "is_builder": True}
     found = {}
     for split in ("train", "validation"):
         opened = open_cache(source, build_tokenizer(config), split=split, **common)
         found[split] = opened.tokens.tolist(), opened.starts.tolist()
-        assert opened.damaged == 1
     assert [path.name.startswith("corpus-") for path in Path("cache").iterdir()] == [True]
     return found
 
@@ -99,7 +96,6 @@ def test_units_of_any_size_and_any_processes_give_the_same_cache(
 ):
     documents = write_corpus()
     monkeypatch.setattr(cache, "UNIT_MIB", unit_bytes / 2**20)
-    monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
     monkeypatch.setattr(tokenizing, "CHARS_PER_BATCH", 100)
     assert tokenized(config, tokenize_workers=processes) == expected(documents, config)
     assert not workers_of_this_process()
@@ -128,33 +124,6 @@ def test_an_error_names_the_line_or_the_line_after_a_byte(wrong, unit_bytes):
         assert place is not None
         before = Path("a.jsonl").read_bytes()[: int(place[2] or 0)]
         assert before.count(b"\n") + int(place[1]) == wrong + 1
-
-
-@pytest.mark.parametrize(
-    ("content", "wrong"),
-    [
-        (b"x" * 40 + b"\xff" + b"y" * 30, 40),
-        ("\u2603\u20ac".encode() * 20 + b"\xe2\x82", 120),
-        ("x\u2603".encode() * 20, None),
-    ],
-)
-def test_a_long_file_is_decoded_in_parts(content, wrong, monkeypatch):
-    Path("a.txt").write_bytes(content)
-    monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
-    monkeypatch.setattr("harness.data.documents._BLOCK_BYTES", 7)
-    span = Span("a.txt", 0, None, 1)
-    strict, replacing = (
-        LocalFiles(DataConfig(paths=["a.txt"], encoding_errors=errors), "train")
-        for errors in ("strict", "replace")
-    )
-    (text,) = replacing.read(span)
-    assert isinstance(text, LongText) and "".join(text.parts()) == content.decode(errors="replace")
-    assert replacing.damaged == (wrong is not None)
-    if wrong is None:
-        assert ["".join(each.parts()) for each in strict.read(span)] == [content.decode()]
-        return
-    with one_line(DataError, rf"a\.txt: not UTF-8 at byte {wrong};"):
-        list(strict.documents())
 
 
 def test_the_first_of_several_errors_is_reported(monkeypatch):
@@ -191,5 +160,5 @@ def test_units_do_not_depend_on_files_that_they_do_not_contain():
 
     before = keys("*.*")
     assert keys("a.jsonl") < before
-    os.utime("e.txt", (1, 1))
+    os.utime("d.txt", (1, 1))
     assert 0 < len(before - keys("*.*")) <= 2

@@ -5,7 +5,7 @@ A row is a document. Values of a list column are one array in an Arrow file, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,8 @@ class Ids(Tokenizer):
     def encode_batch(self, texts: Sequence[Any]) -> list[list[int]]:
         return list(texts)
 
-    def encode_in_pieces(self, parts: Iterable[Any]) -> Iterator[Sequence[int]]:
-        yield from parts
+    def encode_in_pieces(self, text: Any) -> Iterator[list[int]]:
+        yield text
 
     def decode(self, ids: Sequence[int]) -> str:
         raise TypeError(f"{len(ids)} ids have no text")

@@ -27,7 +27,6 @@ class Sums:
     """Document ``a * (largest + 1) + b`` is "a+b=c"."""
 
     without_tokens = "has no sums"
-    damaged = 0
 
     def __init__(self, config: DataConfig, split: str) -> None:
         self.config, self.name = config, f"data.kind=sums, {split}"
