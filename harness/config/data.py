@@ -69,8 +69,6 @@ class DataConfig:
     `auto` (by name and first bytes)."""
     text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
-    tokens_field: str = numerics("input_ids", nonempty=True, id_omits_default=True)
-    """tokens: the column that holds a document's token ids, in formats with columns."""
     dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
     """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at most
     65,536 tokens, else uint32."""

@@ -94,7 +94,7 @@ _BUILTINS = {
     ),
     "tokens": DataKind(
         load="harness.data.token_files:load_tokens",
-        fields=(*_FILES, "tokens_field", "dtype", "boundaries"),
+        fields=(*_FILES, "dtype", "boundaries"),
         formats=TOKEN_FORMATS,
         example="corpus/web",
         has_text=False,

@@ -403,6 +403,7 @@ class Removed(NamedTuple):
 
 
 REMOVED = (
+    Removed("data.tokens_field", "data.text_field", "", "input_ids"),
     Removed("optimizer.newton_schulz_steps", "optimizer.momentum", "", 5),
     Removed("optimizer.newton_schulz_half", "optimizer.newton_schulz_dtype", "", False),
     Removed("optimizer.in_backward", "optimizer.implementation", EXECUTION, False),

@@ -21,7 +21,6 @@ from harness.data.tokens import (
     Concatenation,
     Delimited,
     Limit,
-    Opening,
     Section,
     TokenFormat,
     Tokens,
@@ -33,7 +32,6 @@ from harness.data.tokens import (
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
-_READ_BY_SOME = ("dtype", "tokens_field")  # fields of ``data``; a format says which it reads
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test)(?:$|[^a-z])")
 _SCANNED_FILES = 16
 _SCANNED_TOKENS = 1 << 16
@@ -57,7 +55,7 @@ def open_token_files(reading: Reading) -> Tokens:
     field, patterns = data.files_of(split)
     is_separate = field == "validation_paths"
     files, format = find_token_files(patterns, field, data.format)
-    _refuse_settings_of_other_formats(data, format, files[0])
+    _refuse_dtype_of_other_formats(data, format, files[0])
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
     limit = _limit(tokenizer, reading.model_vocab_size)
     foreign: TokenFormat | None = None
@@ -70,7 +68,7 @@ def open_token_files(reading: Reading) -> Tokens:
         is_separate |= holds_out
     else:
         foreign = TOKEN_FORMATS[format]
-        parts = foreign.open(files, Opening(data, name, limit, reading.wait_for_all, is_builder))
+        parts = [foreign.open(file, data, limit.vocab_size) for file in files]
     has_index = all(part.num_documents is not None for part in parts)
     if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
@@ -104,15 +102,11 @@ def holds_out(data: DataConfig) -> bool:
     )
 
 
-def _refuse_settings_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
-    for name in _READ_BY_SOME:
-        value = getattr(data, name)
-        if value == getattr(DataConfig(), name):
-            continue
-        formats = [other for other, each in token_formats().items() if name in each.reads]
-        if format not in formats:
-            rule = f"is read only from {' and '.join(formats)} files, and {file} is {format}"
-            raise ConfigError(f"data.{name}", value, rule, "leave it out")
+def _refuse_dtype_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
+    formats = [name for name, other in token_formats().items() if other.needs_dtype]
+    if data.dtype is not None and format not in formats:
+        rule = f"is read only from {' and '.join(formats)} files, and {file} is {format}"
+        raise ConfigError("data.dtype", data.dtype, rule, "leave it out")
 
 
 def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[list[Path], str]:
@@ -174,8 +168,6 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
     readers = [*token_formats().values()] if format == "auto" else [TOKEN_FORMATS[format]]
     endings: tuple[str, ...] = ()
     for reader in readers:
-        if listed := reader.listed(folder):
-            return listed
         endings += reader.endings
     files = sorted(
         file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file()

@@ -208,44 +208,24 @@ def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Opening:
-    """How the files of a split are opened.
-
-    Attributes:
-        wait_for_all: a barrier over all ranks, for formats that build a token cache
-            (``cache.open_cache``).
-        is_builder: whether this rank builds it.
-    """
-
-    data: DataConfig
-    name: str
-    limit: Limit
-    wait_for_all: Callable[[], None] | None
-    is_builder: bool
-
-
-@dataclass(frozen=True)
 class TokenFormat:
     """Token files that other software writes."""
 
     endings: tuple[str, ...]
     """Endings of their names. In a folder these files are read, and an ending that no other format
     has tells the format."""
-    open: Callable[[list[Path], Opening], list[Tokens]]
-    """Returns the tokens of files, in their order; raises DataError for a damaged one. It need not
-    check ids:
-    they are checked when they are read."""
+    open: Callable[[Path, DataConfig, int], Tokens]
+    """Returns the tokens of a file, given the size of the vocabulary; raises DataError for a damaged file.
+    Ids are checked when they are read."""
     recognizes: Callable[[Path], bool] = lambda file: False
     """Whether a file whose ending does not tell its format has this one. Formats are asked in the
     order of their names."""
-    listed: Callable[[Path], list[Path]] = lambda folder: []
-    """The files of a folder that says itself which ones they are; none for other folders."""
     companions: Mapping[str, str | None] = field(default_factory=dict)
     """Endings of files beside token files, and the ending of the token file that each stands for:
     with ``{".idx": ".bin"}``, PREFIX.idx and PREFIX name PREFIX.bin. None: the file is passed
     over."""
-    reads: tuple[str, ...] = ()
-    """Fields of ``data`` that it reads and other formats do not."""
+    needs_dtype: bool = False
+    """Whether ``data.dtype`` may say the type of the ids, because a file does not."""
     boundary: str = "eos"
     """The token at which documents are separated if files have no index (``data.boundaries``)."""
     tokenizer_of: Callable[[Path], str | None] = lambda file: None

@@ -1,14 +1,12 @@
 """Data kind ``tokens``: other programs' token files, against the documents that were written."""
 
 import dataclasses
-import json
 import os
 import struct
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from equal import assert_equal
 from loaders import BOS, BYTES, CHANGES, EOS, B, T, loader, packed, ranks_of, scheduled, steps
@@ -17,19 +15,15 @@ from token_writers import (
     FORMATS,
     config,
     files_of_documents,
-    write_arrow,
     write_datatrove,
     write_llmc,
     write_megatron,
     write_memmap,
     write_npy,
-    write_parquet,
-    write_stream,
 )
 
 from harness.config.data import TOKEN_DTYPES, TokenizerConfig
 from harness.contrib.formats.token_formats import smallest_dtype
-from harness.data.batch import IGNORE_INDEX
 from harness.data.tokenizer import build_tokenizer
 from harness.tools.inference.tasks import Documents, Setting
 from harness.util.errors import ConfigError, DataError
@@ -54,7 +48,7 @@ def test_samples(name):
         assert_equal(steps(ranks_of(data, ranks), 5), rows_of(list(chain(*files)), 5))
 
 
-@pytest.mark.parametrize("name", ["megatron", "datatrove", "arrow", "npy", "parquet"])
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "npy"])
 def test_the_end_of_each_file_is_held_out(name):
     write, settings = FORMATS[name]
     files = files_of_documents(2)
@@ -63,9 +57,7 @@ def test_the_end_of_each_file_is_held_out(name):
     data = config(**settings, validation_fraction=0.45, boundaries="none")
     # 45% of the first file's 165 tokens are 74; its last documents that fit have 4 and 19 tokens. The second
     # file has two documents of 7 tokens; 45% are 6 tokens.
-    if name == "parquet":  # one cache of all files
-        train, held_out = files[0][:4], [*files[0][4:], *files[1]]
-    elif name == "npy":  # without an index: cut anywhere
+    if name == "npy":  # without an index: cut anywhere
         ids = [[token for each in documents for token in each] for documents in files]
         cuts = [len(each) - round(0.45 * len(each)) for each in ids]
         train = [each[:cut] for each, cut in zip(ids, cuts, strict=True)]
@@ -100,28 +92,6 @@ def test_unknown_boundaries(capfd):
     assert capfd.readouterr().err == ""
     loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none", eos="299")))
     assert "tokens have no document boundary (id 299)" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("kind", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
-def test_lists_with_null_and_empty_rows(kind, write):
-    write("a", [[BOS, 1, 2], [], None, [3, EOS], [7] * 40])
-    ids = [1, 2, 3, EOS, *[7] * 40][:T]
-    labels = loader(config(paths=[f"a.{kind}"])).next().labels_BT[0].tolist()
-    assert labels == [IGNORE_INDEX if at in (2, 4) else token for at, token in enumerate(ids)]
-
-
-def test_a_saved_dataset():
-    """A tokenized dataset of `datasets`, saved in two files beside a file that is not part of it."""
-    datasets = pytest.importorskip("datasets")
-    documents = files_of_documents(1)[0]
-    saved = datasets.Dataset.from_dict({"ids": documents})
-    saved.save_to_disk("saved", num_shards=2)
-    write_stream("saved/cache-1", [[1, 2, 3]])
-    data = config(paths=["saved"], tokens_field="ids", attend_across_documents=False)
-    assert_equal(steps([loader(data)], 3), rows_of(documents, 3))
-    datasets.DatasetDict(train=saved, test=saved).save_to_disk("splits")
-    with one_line(DataError, r"has the splits train, test; would work: the folder of one"):
-        loader(config(paths=["splits"]))
 
 
 def test_validation_paths():
@@ -161,9 +131,8 @@ def test_paths():
 
 def test_settings_of_another_format():
     write_megatron("a", files_of_documents(1)[0])
-    for name, value in (("dtype", "uint16"), ("tokens_field", "ids")):
-        with one_line(ConfigError, rf"data\.{name}={value}: is read only from .* is megatron"):
-            loader(config(**{name: value}))
+    with one_line(ConfigError, r"data\.dtype=uint16: is read only from .* is megatron"):
+        loader(config(dtype="uint16"))
 
 
 def test_another_tokenizer_by_name(capfd):
@@ -217,12 +186,6 @@ def replaced(name):
     return Path(name)
 
 
-def with_wrong_offset():
-    content, right = Path("a.arrow").read_bytes(), struct.pack("<4i", 0, 22, 44, 67)
-    assert right in content
-    Path("a.arrow").write_bytes(content.replace(right, struct.pack("<4i", 0, 60, 44, 67)))
-
-
 # 6 sequences: their lengths are at byte 34, pointers at 34 + 24, documents at 34 + 72.
 DAMAGED = [
     (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with MMIDIDX"),
@@ -260,41 +223,7 @@ DAMAGED = [
         r"a\.npy: it is no regular file",
     ),
     (write_megatron, lambda: os.mkfifo(replaced("a.idx")), r"a\.idx: it is no regular file"),
-    (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
-    (write_arrow, with_wrong_offset, r"a\.arrow: is no readable Arrow file \(.*offset"),
-    (
-        write_arrow,
-        lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())),
-        "has values of type list<",
-    ),
-    (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
-    (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
-    (
-        write_parquet,
-        lambda: write_parquet("a", [[1, None, 2]]),
-        "row 0 of column 'input_ids' is no list of",
-    ),
 ]
-
-
-NAMES = ("/etc/x.arrow", "../../x.arrow", "", "\ud800.arrow", 3)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[" * 100_000,
-        "[]",
-        "9" * 5000,
-        *(json.dumps({"_data_files": [{"filename": name}]}) for name in NAMES),
-    ],
-    ids=lambda content: content[:60],
-)
-def test_a_foreign_state_of_a_saved_dataset_is_one_line(content):
-    Path("saved").mkdir()
-    Path("saved/state.json").write_text(content)
-    with one_line(DataError, r"state\.json.*(cannot be read as JSON|is damaged)"):
-        loader(config(paths=["saved"]))
 
 
 @pytest.mark.parametrize(
@@ -307,9 +236,7 @@ def test_a_damaged_file_is_one_line(write, damage, says):
         loader(config(paths=["a.*"]))
 
 
-@pytest.mark.parametrize(
-    "name", ["megatron", "datatrove", "llmc", "npy", "arrow", "arrow stream", "parquet"]
-)
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "llmc", "npy"])
 def test_random_damage_is_one_line(name):
     """Bytes of the index (or of a file without one) are changed or cut off: samples or one line, no crash."""
     write, settings = FORMATS[name]

@@ -4,8 +4,6 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from loaders import BOS, EOS
 
 from harness.config.data import DataConfig
@@ -58,39 +56,8 @@ def write_npy(stem, documents, dtype="<u2"):
     np.save(f"{stem}.npy", np.concatenate(documents).astype(dtype))
 
 
-def lists(documents, kind=None):
-    return pa.table(
-        {
-            "id": range(len(documents)),
-            "input_ids": pa.array(documents, kind or pa.list_(pa.int32())),
-        }
-    )
-
-
-def write_stream(stem, documents, kind=None):
-    """As `datasets`: the stream format, in several record batches."""
-    table = lists(documents, kind)
-    with pa.OSFile(f"{stem}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-
-
-def write_arrow(stem, documents, kind=None, compression=None):
-    table = lists(documents, kind)
-    options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.ipc.new_file(f"{stem}.arrow", table.schema, options=options) as writer:
-        writer.write_table(table, max_chunksize=3)
-
-
-def write_parquet(stem, documents, kind=None):
-    pq.write_table(lists(documents, kind), f"{stem}.parquet", row_group_size=2)
-
-
 def with_int32(write, **settings):
     return lambda stem, documents: write(stem, documents, dtype="<i4", **settings)
-
-
-def of_kind(write, kind):
-    return lambda stem, documents: write(stem, documents, kind)
 
 
 FORMATS = {
@@ -103,10 +70,6 @@ FORMATS = {
     "npy": (write_npy, {}),
     "llmc": (write_llmc, {"boundaries": "eos"}),
     "llmc for llama 3": (lambda s, d: write_llmc(s, d, 20240801, 7, "<u4"), {}),
-    "arrow": (write_arrow, {}),
-    "arrow, large lists of int64": (of_kind(write_arrow, pa.large_list(pa.int64())), {}),
-    "arrow stream": (write_stream, {}),
-    "parquet": (write_parquet, {}),
 }
 
 

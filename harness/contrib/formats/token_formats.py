@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-from harness.data.tokens import Opening, TokenFormat, Tokens, map_file, size_of
+from harness.data.tokens import TokenFormat, map_file, size_of
 from harness.util.errors import DataError
 
 # Megatron-Core 0.16, megatron/core/datasets/indexed_dataset.py (_IndexWriter and DType): magic,
@@ -328,23 +327,17 @@ def _refuse(file: Path, problem: str) -> NoReturn:
     raise DataError(f"{file}: {problem}")
 
 
-def _each(
-    open_file: Callable[[Path, Opening], Tokens],
-) -> Callable[[list[Path], Opening], list[Tokens]]:
-    return lambda files, opening: [open_file(file, opening) for file in files]
-
-
 MEGATRON = TokenFormat(
     endings=(".bin",),
     companions={".idx": ".bin"},
     recognizes=is_megatron,
-    open=_each(lambda file, opening: open_megatron(file)),
+    open=lambda file, data, vocab_size: open_megatron(file),
 )
 LLMC = TokenFormat(
     endings=(".bin",),
     recognizes=is_llmc,
     boundary="bos",
-    open=_each(lambda file, opening: open_llmc(file)),
+    open=lambda file, data, vocab_size: open_llmc(file),
 )
 MEMMAP = TokenFormat(
     endings=(".bin", ".npy"),
@@ -352,17 +345,13 @@ MEMMAP = TokenFormat(
         file.suffix == ".npy"
         or (file.suffix == ".bin" and not is_megatron(file) and not is_llmc(file))
     ),
-    reads=("dtype",),
-    open=_each(
-        lambda file, opening: open_memmap(file, opening.data.dtype, opening.limit.vocab_size)
-    ),
+    needs_dtype=True,
+    open=lambda file, data, vocab_size: open_memmap(file, data.dtype, vocab_size),
 )
 DATATROVE = TokenFormat(
     endings=(".ds",),
     companions=dict.fromkeys((".ds.index", ".ds.metadata", ".ds.loss")),
-    reads=("dtype",),
+    needs_dtype=True,
     tokenizer_of=lambda file: read_metadata(file)[0],
-    open=_each(
-        lambda file, opening: open_datatrove(file, opening.data.dtype, opening.limit.vocab_size)
-    ),
+    open=lambda file, data, vocab_size: open_datatrove(file, data.dtype, vocab_size),
 )

@@ -22,7 +22,7 @@ from harness.data.corpus import TokenizedSplit
 from harness.data.samples import Reading
 from harness.data.token_files import open_token_files
 from harness.data.tokenizer import build_tokenizer
-from harness.data.tokens import Opening, TokenFormat, Tokens
+from harness.data.tokens import TokenFormat, Tokens
 from harness.model.spec import tensor_shapes
 from harness.tools.convert import ConvertConfig
 from harness.util.errors import ConfigError
@@ -33,18 +33,16 @@ from harness.weights.source import WeightSource
 ROOT = Path(__file__).parents[3]
 
 
-def open_lines(files: list[Path], opening: Opening) -> list[Tokens]:
+def open_lines(file: Path, data: DataConfig, vocab_size: int) -> Tokens:
     """Each line of numbers is a document."""
-    documents = [
-        [*map(int, line.split())] for file in files for line in file.read_text().splitlines()
-    ]
+    documents = [[*map(int, line.split())] for line in file.read_text().splitlines()]
     ends = np.cumsum([len(each) for each in documents])
     ids = np.array([number for each in documents for number in each])
-    return [TokenizedSplit(ids, np.array([0, *ends[:-1]]), opening.name)]
+    return TokenizedSplit(ids, np.array([0, *ends[:-1]]), str(file))
 
 
 LINES = TokenFormat(
-    endings=(".ids",), open=open_lines, companions={".ids.txt": ".ids"}, reads=("dtype",)
+    endings=(".ids",), open=open_lines, companions={".ids.txt": ".ids"}, needs_dtype=True
 )
 
 
@@ -93,8 +91,6 @@ def test_token_files_of_another_package(added, tmp_path):
         assert tokens.read(0, 5).tolist() == [1, 2, 3, 4, 5]
         assert tokens.starts_between(0, 5).tolist() == [0, 3]
     check_rules(DataConfig("tokens", format="lines"))
-    with one_line(ConfigError, r"data\.tokens_field=ids: is read only from .* and .* is lines"):
-        opened(tmp_path, tokens_field="ids")
 
 
 def test_weights_of_another_package(added, tmp_path):
