@@ -28,7 +28,7 @@ from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process
 from harness.util.document import to_markdown
-from harness.util.plots import new_figure, save
+from harness.util.plots import new_panels, save
 from harness.util.tables import Table
 
 RESULTS = Path("runs/mup/results.jsonl")
@@ -123,8 +123,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Draw loss over learning rate, a line for each width."""
-    figure = new_figure(9, 3.6)
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, [panels] = new_panels(1, 2, 9, 3.6, sharey=True)
     for axis, (name, title) in zip(panels, NAMES.items(), strict=True):
         for number, (width, losses) in enumerate(curves(rows, name).items()):
             color = colormaps["viridis"](0.28 * number)
@@ -141,7 +140,6 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 [best], [losses[best]], marker="o", markersize=8, color=color, fillstyle="none"
             )
         axis.set(xscale="log", xlabel="learning rate", title=title)
-        axis.spines[["top", "right"]].set_visible(False)
     worst = max(row["loss"] for row in rows if row["lr"] == max(RATES))
     panels[0].set(ylabel=f"loss, mean of the last {LAST} steps", ylim=(None, worst + 0.1))
     panels[0].legend(frameon=False, fontsize=8)

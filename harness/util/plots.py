@@ -8,11 +8,12 @@ from itertools import product
 from math import log10
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.util.files import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Colours that can be distinguished with any kind of colour blindness (Okabe and Ito).
@@ -24,18 +25,40 @@ COLORS = {
 }
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches, without a window."""
+def new_panels(
+    rows: int, columns: int, width: float, height: float, **shared: Any
+) -> tuple[Figure, Any]:
+    """Return a figure of this size in inches, without a window, and its panels, [rows, columns]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    for axis in panels.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    return figure, panels
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, in a folder that is made if need be."""
+def draw_band(
+    axis: Axes, places: Any, lines: Sequence[Sequence[float]], color: str, **style: Any
+) -> None:
+    """Draw a line, and if a lowest and a highest one follow it, the band between these."""
+    axis.plot(places, lines[0], color=color, **style)
+    if len(lines) > 1:
+        axis.fill_between(places, lines[1], lines[2], color=color, alpha=0.25, linewidth=0)
+
+
+def save(figure: Figure, path: Path, title: str = "", handles: Sequence[Any] = ()) -> None:
+    """Write a figure as PNG, with a title and a legend of ``handles``, in a folder that is made."""
+    figure.suptitle(title, fontsize=11)
+    if handles:
+        longest = max(len(each.get_label()) for each in handles)
+        columns = max(1, int(figure.get_figwidth() / (0.8 + 0.09 * longest)))
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     image = io.BytesIO()
     # Omit matplotlib's version, so that equal pictures are equal files.

@@ -2,142 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.tools.report.plots import name_ticks
-from harness.tools.report.power_laws import COMPUTE, LEVEL, Frontier
-from harness.util.plots import COLORS, new_figure, save
+from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit, Frontier
+from harness.util.plots import COLORS, draw_band, new_panels, save, ticks
 from harness.util.words import counted
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from harness.tools.report.fits import Fits, FittedRun
+    from matplotlib.axis import Axis
 
 _POINTS = 60
 _HELD_OUT = "#009e73"
+_INK = "#1b1f24"
 
 
-def draw_law(path: Path, title: str, made: Fits) -> str:
+def draw_law(
+    path: Path,
+    title: str,
+    law: Fit,
+    runs: Sequence[dict[str, Any]],
+    forecasts: Sequence[dict[str, Any]],
+    loss: str,
+) -> str:
     """Draw losses over compute, or over the losses of a law of two variables; return the file's name."""
     import numpy as np
 
-    law = made.law
-    assert law is not None
-
-    figure = new_figure(7.6, 5.0)
-    axis = figure.subplots()
-    if law.law is COMPUTE:
-        fitted = [run.flops for run in made.runs]
-        others = [each.run.flops for each in made.forecasts]
+    figure, [[axis]] = new_panels(1, 1, 7.6, 5.0)
+    by_compute = law.law is COMPUTE
+    fitted = [run["C" if by_compute else "fitted"] for run in runs]
+    others = [run["C" if by_compute else "predicted"] for run in forecasts]
+    if by_compute:
         grid = np.geomspace(0.7 * min(fitted + others), 1.5 * max(fitted + others), _POINTS)
         curve = law.predict([[each] for each in grid])
-        axis.fill_between(
-            grid, [each.low for each in curve], [each.high for each in curve],
-            color=COLORS["predicted"], alpha=0.18, linewidth=0, label=f"{LEVEL:.0%} interval of the curve",
-        )  # fmt: skip
-        axis.plot(grid, [each.value for each in curve], color=COLORS["predicted"], label="fit")
+        lines = [[getattr(each, name) for each in curve] for name in ("value", "low", "high")]
+        words = f"fit, with its {LEVEL:.0%} interval"
+        draw_band(axis, grid, lines, COLORS["predicted"], label=words)
     else:
-        fitted = [each.value for each in law.predict([run.variables(law.law) for run in made.runs])]
-        others = [each.predicted.value for each in made.forecasts]
         ends = [min(fitted), max(fitted)]
         axis.plot(ends, ends, color="#bbbbbb", linewidth=1, label="fitted = measured")
-    axis.scatter(
-        fitted, [run.loss or 0.0 for run in made.runs],
-        color=COLORS["measured"], s=24, zorder=3, label="fitted runs",
-    )  # fmt: skip
-    _draw_forecasts(axis, made, others)
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel="C, FLOPs" if law.law is COMPUTE else "loss of the fit",
-        ylabel=made.loss.replace("_", " "),
-    )
-    name_ticks(axis.yaxis, _loss)
-    if law.law is not COMPUTE:
-        name_ticks(axis.xaxis, _loss)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
-    axis.set_title(f"{title}: {law.law.formula}", fontsize=11)
-    save(figure, path)
-    return path.name
-
-
-def _draw_forecasts(axis: Axes, made: Fits, positions: Sequence[float]) -> None:
-    """Draw each predicted loss with its interval, and the measured one."""
-    if not made.forecasts:
-        return
-    predicted = [each.predicted for each in made.forecasts]
-    values = [each.value for each in predicted]
-    sides = list(zip(*(each.sides for each in predicted), strict=True))
-    axis.errorbar(
-        positions, values, yerr=sides, fmt="_", color=_HELD_OUT, capsize=4, markersize=10,
-        label=f"predicted, {LEVEL:.0%} interval of a run",
-    )  # fmt: skip
-    held: list[tuple[float, FittedRun]] = [
-        (position, each.run)
-        for position, each in zip(positions, made.forecasts, strict=True)
-        if each.run.loss is not None
-    ]
-    if held:
+    losses = [run["loss"] for run in runs]
+    axis.scatter(fitted, losses, color=COLORS["measured"], s=24, zorder=3, label="fitted runs")
+    for place, run in zip(others, forecasts, strict=True):
+        axis.plot([place] * 2, [run["low"], run["high"]], color=_HELD_OUT, linewidth=4, alpha=0.4)
+    if forecasts:
+        predicted = [run["predicted"] for run in forecasts]
+        words = f"predicted, {LEVEL:.0%} interval of a run"
+        axis.scatter(others, predicted, color=_HELD_OUT, marker="_", s=90, label=words)
+        held = [run["loss"] or np.nan for run in forecasts]
         axis.scatter(
-            [position for position, _ in held], [run.loss or 0.0 for _, run in held],
-            marker="D", s=30, facecolors="none", edgecolors="#1b1f24", zorder=4, label="measured, not fitted",
+            others, held, marker="D", s=30, facecolors="none", edgecolors=_INK, zorder=4,
+            label="measured, not fitted",
         )  # fmt: skip
+    words = "C, FLOPs" if by_compute else "loss of the fit"
+    axis.set(xscale="log", yscale="log", xlabel=words, ylabel=loss.replace("_", " "))
+    for side in [axis.yaxis] if by_compute else [axis.yaxis, axis.xaxis]:
+        name_ticks(side, lambda value: f"{value:.3g}")
+    axis.legend(frameon=False, fontsize=8)
+    save(figure, path, f"{title}: {law.law.formula}")
+    return path.name
 
 
 def draw_isoflop(path: Path, title: str, found: Frontier) -> str:
-    """Draw the parabola of each budget, and, if any has a minimum, the best sizes; return the file's name."""
+    """Draw the parabola of each budget, and the best sizes; return the file's name."""
     import matplotlib
     import numpy as np
 
-    has_minimum = any(each.best is not None for each in found.parabolas)
-    figure = new_figure(11 if has_minimum else 5.6, 4.6)
-    left, *rest = axes = figure.subplots(1, 1 + has_minimum, squeeze=False)[0]
-    colors = [
-        matplotlib.colormaps["viridis"](each) for each in np.linspace(0, 0.85, len(found.parabolas))
-    ]
+    figure, [[left, right]] = new_panels(1, 2, 11, 4.6)
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(found.parabolas)))
     for color, each in zip(colors, found.parabolas, strict=True):
-        left.scatter(each.variable, each.losses, color=color, s=22, label=f"{each.flops:.2g} FLOPs")
+        words = f"{each.flops:.2g} FLOPs"
+        left.plot(each.variable, each.losses, "o", color=color, markersize=5, label=words)
         grid = np.geomspace(each.variable.min(), each.variable.max(), _POINTS)
         left.plot(grid, np.polyval(each.curve, np.log(grid)), color=color, linewidth=1)
         if each.best is not None:
-            left.scatter([each.best.value], [each.lowest], marker="*", color=color, s=110, zorder=3)
+            left.plot(each.best.value, each.lowest, "*", color=color, markersize=11)
+            right.plot(each.flops, each.best.value, "o", color=color)
+            right.plot([each.flops] * 2, [each.best.low, each.best.high], color=color)
+    if found.exponent is not None and found.factor is not None:
+        flops = np.array([each.flops for each in found.parabolas])
+        power = found.exponent
+        words = f"N = {found.factor:.3g} C^{power.value:.3g} ({power.low:.3g} to {power.high:.3g})"
+        right.plot(flops, found.factor * flops**power.value, color=_INK, linewidth=1, label=words)
+        right.legend(frameon=False, fontsize=8)
     left.set(xscale="log", xlabel="N, parameters", ylabel="loss")
     left.legend(frameon=False, fontsize=8)
+    right.set(xscale="log", yscale="log", xlabel="C, FLOPs", ylabel="best N")
     name_ticks(left.xaxis, counted)
-    for right in rest:
-        _draw_best(right, found, colors)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{title}: IsoFLOP curves", fontsize=11)
-    save(figure, path)
+    name_ticks(right.yaxis, counted)
+    save(figure, path, f"{title}: IsoFLOP curves")
     return path.name
 
 
-def _draw_best(axis: Axes, found: Frontier, colors: Sequence[Any]) -> None:
-    """Draw the best size of each budget, and the power law through them."""
-    import numpy as np
+def name_ticks(side: Axis, form: Callable[[float], str]) -> None:
+    """Label a logarithmic axis with a few round numbers."""
+    from matplotlib.ticker import FixedLocator, NullLocator
 
-    for color, each in zip(colors, found.parabolas, strict=True):
-        if each.best is not None:
-            errors = [[side] for side in each.best.sides]
-            axis.errorbar(
-                [each.flops], [each.best.value], yerr=errors, fmt="o", color=color, capsize=4
-            )
-    if found.exponent is not None and found.factor is not None:
-        flops = np.array([found.parabolas[0].flops, found.parabolas[-1].flops])
-        power = found.exponent
-        axis.plot(
-            flops, found.factor * flops**power.value, color="#1b1f24", linewidth=1,
-            label=f"N = {found.factor:.3g} C^{power.value:.3g} ({power.low:.3g} to {power.high:.3g})",
-        )  # fmt: skip
-        axis.legend(frameon=False, fontsize=8)
-    axis.set(xscale="log", yscale="log", xlabel="C, FLOPs", ylabel="best N")
-    name_ticks(axis.yaxis, counted)
-
-
-def _loss(value: float) -> str:
-    return f"{value:.3g}"
+    side.set_major_locator(FixedLocator(ticks(*side.get_view_interval())))
+    side.set_minor_locator(NullLocator())
+    side.set_major_formatter(lambda value, _: form(value))

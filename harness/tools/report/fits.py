@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,56 +80,24 @@ _PARABOLAS = (
 
 
 @dataclass(frozen=True)
-class FittedRun:
-    """A run as a point of a scaling law."""
-
-    name: str
-    parameters: int
-    tokens: int
-    flops: float
-    """FLOPs per token with full attention, as MFU counts them, times tokens."""
-    loss: float | None
-    """None: it has not completed."""
-
-    def variables(self, law: Law) -> list[float]:
-        """Values of a law's variables."""
-        known = {"N": self.parameters, "D": self.tokens, "C": self.flops}
-        return [known[name] for name in law.variables]
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A run that is not part of the fit: its predicted loss, and the measured one if it has completed."""
-
-    run: FittedRun
-    predicted: Interval
-
-    @property
-    def error(self) -> float | None:
-        """Measured loss divided by the prediction, minus 1."""
-        return None if self.run.loss is None else self.run.loss / self.predicted.value - 1
-
-
-@dataclass(frozen=True)
 class Fits:
     """Everything that was fitted.
 
     Attributes:
-        runs: the completed runs that were fitted.
+        runs: the completed runs that were fitted: their columns, and the variables of laws by name.
         loss: which loss: ``validation_loss``, or the last step's ``loss``.
         law: the fitted law; None with a reason in ``words``.
-        by_parameters, by_tokens: IsoFLOP parabolas over model size, and over tokens.
+        frontiers: IsoFLOP parabolas over model size (``N``), and over tokens (``D``).
         forecasts: runs that were held out, or have not completed.
         words: findings, one sentence each.
     """
 
-    runs: list[FittedRun]
+    runs: list[Row]
     loss: str
-    law: Fit | None = None
-    by_parameters: Frontier | None = None
-    by_tokens: Frontier | None = None
-    forecasts: list[Forecast] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
+    law: Fit | None
+    frontiers: dict[str, Frontier]
+    forecasts: list[Row]
+    words: list[str]
 
 
 def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: int = 0) -> Fits:
@@ -138,14 +108,22 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
         counted: which parameters count, as in ``scale.counted``.
         hold_out: leave out the runs of this many of the largest computes, and predict them.
     """
+    _require_comparable(rows)
     validated = all(
         _is_positive(row.get(VALIDATION)) for row in rows if row["state"] == "completed"
     )
     loss = VALIDATION if validated else "loss"
     runs = [_run(row, loss, counted) for row in rows if row["state"] != "skipped"]
-    _require_comparable(rows)
-    done = sorted((run for run in runs if run.loss is not None), key=lambda run: run.flops)
-    fitted = _without_largest(done, hold_out)
+    computes = sorted({run["C"] for run in runs if run["loss"] is not None})
+    if hold_out >= len(computes):
+        most = f"--hold-out {len(computes) - 1}" if len(computes) > 1 else "runs of several sizes"
+        raise UserError(
+            f"--hold-out={hold_out}: the completed runs have {len(computes)} different computes, and a fit "
+            f"needs some; would work: {most}"
+        )
+    largest = computes[len(computes) - 1 - hold_out]
+    fitted = [run for run in runs if run["loss"] is not None and run["C"] <= largest]
+    fitted.sort(key=itemgetter("C"))
     words = [f"{len(fitted)} runs are fitted, with their {loss.replace('_', ' ')}."]
     if not validated:
         words.append(
@@ -153,43 +131,52 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
         )
     law, more = _law(fitted)
     words += more
-    flops = [run.flops for run in fitted]
-    losses = [run.loss or 0.0 for run in fitted]
-    by_parameters = fit_frontier(flops, [float(run.parameters) for run in fitted], losses)
-    by_tokens = by_parameters and fit_frontier(flops, [float(run.tokens) for run in fitted], losses)
-    words += _frontiers_in_words(by_parameters, by_tokens)
+    frontiers = {}
+    for name in ("N", "D"):
+        found = fit_frontier(*([run[key] for run in fitted] for key in ("C", name, "loss")))
+        if found is not None:
+            frontiers[name] = found
+            words += _frontier_in_words(name, found)
     others = [run for run in runs if run not in fitted]
     forecasts = []
     if law is not None and others:
-        predicted = law.predict([run.variables(law.law) for run in others], noise=True)
-        forecasts = [Forecast(run, each) for run, each in zip(others, predicted, strict=True)]
-        words += [_forecast_in_words(each, fitted) for each in forecasts]
-    return Fits(fitted, loss, law, by_parameters, by_tokens, forecasts, words)
-
-
-def _without_largest(runs: Sequence[FittedRun], hold_out: int) -> list[FittedRun]:
-    computes = sorted({run.flops for run in runs})
-    if hold_out >= len(computes):
-        most = f"--hold-out {len(computes) - 1}" if len(computes) > 1 else "runs of several sizes"
-        raise UserError(
-            f"--hold-out={hold_out}: the completed runs have {len(computes)} different computes, and a fit "
-            f"needs some; would work: {most}"
-        )
-    return [run for run in runs if run.flops <= computes[len(computes) - 1 - hold_out]]
+        predicted = law.predict(_variables(others, law.law), noise=True)
+        for run, each in zip(others, predicted, strict=True):
+            made = {**run, "predicted": each.value, "low": each.low, "high": each.high}
+            if run["loss"] is not None:
+                made |= {"error": run["loss"] / each.value - 1, "inside": run["loss"] in each}
+            forecasts.append(made)
+            words.append(_forecast_in_words(made, each, fitted))
+    return Fits(fitted, loss, law, frontiers, forecasts, words)
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-def _run(row: Row, loss: str, counted: str) -> FittedRun:
+def _run(row: Row, loss: str, counted: str) -> Row:
+    """The columns of a run; FLOPs are those per token with full attention, as MFU counts them."""
     job = job_of(row)
     assert job is not None, "only skipped points have no job"
     is_done = row["state"] == "completed"
+    if is_done and "tokens" not in row:
+        raise UserError(
+            f"{row['point']}: its row has no tokens; would work: rows of harness.launch.rows.load"
+        )
+    parameters = count(job.model, counted)
     tokens = row["tokens"] if is_done else job.sizes.tokens(job.steps)
-    each = account(job.model, job.training.seq_len).flops_per_token_full
-    measured = float(row[loss]) if is_done and _is_positive(row.get(loss)) else None
-    return FittedRun(row["point"], count(job.model, counted), tokens, each * tokens, measured)
+    return {
+        "point": row["point"],
+        "N": parameters,
+        "D": tokens,
+        "ratio": tokens / parameters,
+        "C": account(job.model, job.training.seq_len).flops_per_token_full * tokens,
+        "loss": float(row[loss]) if is_done and _is_positive(row.get(loss)) else None,
+    }
+
+
+def _variables(runs: Sequence[Row], law: Law) -> list[list[float]]:
+    return [[run[name] for name in law.variables] for run in runs]
 
 
 def _require_comparable(rows: Sequence[Row]) -> None:
@@ -201,21 +188,17 @@ def _require_comparable(rows: Sequence[Row]) -> None:
     names = [
         name for name, role, _ in leaves(Job()) if role == NUMERICS and name.startswith(SAME_DATA)
     ]
-    for name in names:
-        first = done[0].get(f"job.{name}")
-        for row in done[1:]:
-            if row.get(f"job.{name}") != first:
-                pair = (
-                    f"{first} in {done[0]['point']} and {row.get(f'job.{name}')} in {row['point']}"
-                )
-                raise UserError(
-                    f"{name}: is {pair}, and losses on different data cannot be compared; "
-                    "would work: a folder with runs on the same data"
-                )
+    for name, row in product(names, done):
+        first, own = (each.get(f"job.{name}") for each in (done[0], row))
+        if own != first:
+            raise UserError(
+                f"{name}: is {first} in {done[0]['point']} and {own} in {row['point']}, and losses on "
+                "different data cannot be compared; would work: a folder with runs on the same data"
+            )
 
 
-def _law(runs: Sequence[FittedRun]) -> tuple[Fit | None, list[str]]:
-    ratios = [run.tokens / run.parameters for run in runs]
+def _law(runs: Sequence[Row]) -> tuple[Fit | None, list[str]]:
+    ratios = [run["ratio"] for run in runs]
     words = []
     law = CHINCHILLA
     if max(ratios) < COLLINEAR * min(ratios):
@@ -226,13 +209,14 @@ def _law(runs: Sequence[FittedRun]) -> tuple[Fit | None, list[str]]:
             "runs of other `scale.tokens_per_parameter`, such as those of `sweep=isoflop`."
         )
     least = len(law.parameters) + SPARE
-    different = len({tuple(run.variables(law)) for run in runs})
+    variables = _variables(runs, law)
+    different = len(set(map(tuple, variables)))
     if different < least:
         words.append(
             f"No fit: a {law.name} needs {least} different runs, and there are {different}."
         )
         return None, words
-    made = fit(law, [run.variables(law) for run in runs], [run.loss or 0.0 for run in runs])
+    made = fit(law, variables, [run["loss"] for run in runs])
     return made, [*words, *_law_in_words(made)]
 
 
@@ -251,9 +235,7 @@ def _law_in_words(made: Fit) -> list[str]:
             f"factor {SURE:g} (coefficients: {SURE_OF_COEFFICIENT:g}). More runs, or larger ones, narrow it."
         )
     if made.law is CHINCHILLA:
-        alpha, beta = (
-            made.replicates[:, made.law.parameters.index(name)] for name in made.law.exponents
-        )
+        *_, alpha, beta = made.replicates.T
         value = made.values["beta"] / (made.values["alpha"] + made.values["beta"])
         best = Interval.of(value, beta / (alpha + beta))
         words.append(
@@ -267,99 +249,76 @@ def in_words(estimate: Interval, form: str = ".4g") -> str:
     return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
 
 
-def _frontiers_in_words(by_parameters: Frontier | None, by_tokens: Frontier | None) -> list[str]:
-    words = []
-    for name, found in (("N", by_parameters), ("D", by_tokens)):
-        if found is None:
-            continue
-        words += [
-            f"IsoFLOP at {each.flops:.3g} FLOPs: no best {name}, because {each.reason}."
-            for each in found.parabolas
-            if each.best is None
+def _frontier_in_words(name: str, found: Frontier) -> list[str]:
+    words = [
+        f"IsoFLOP at {each.flops:.3g} FLOPs: no best {name}, because {each.reason}."
+        for each in found.parabolas
+        if each.best is None
+    ]
+    if found.exponent is None:
+        return [
+            *words,
+            f"IsoFLOP: the growth of the best {name} is not determined: {found.reason}.",
         ]
-        if found.exponent is None:
-            words.append(
-                f"IsoFLOP: the growth of the best {name} is not determined: {found.reason}."
-            )
-        else:
-            words.append(f"IsoFLOP: the best {name} grows as C^{in_words(found.exponent)}.")
-            if not found.exponent.is_within(SURE):
-                words.append(
-                    f"The data do not determine this exponent of {name}: its interval is too wide."
-                )
+    words.append(f"IsoFLOP: the best {name} grows as C^{in_words(found.exponent)}.")
+    if not found.exponent.is_within(SURE):
+        words.append(
+            f"The data do not determine this exponent of {name}: its interval is too wide."
+        )
     return words
 
 
-def _forecast_in_words(each: Forecast, fitted: Sequence[FittedRun]) -> str:
-    times = each.run.flops / max(run.flops for run in fitted)
+def _forecast_in_words(run: Row, predicted: Interval, fitted: Sequence[Row]) -> str:
     words = (
-        f"`{each.run.name}` ({in_units(each.run.parameters)} parameters, {times:.2g} times the largest "
-        f"fitted compute): predicted {in_words(each.predicted, '.4f')}"
+        f"`{run['point']}` ({in_units(run['N'])} parameters, {run['C'] / fitted[-1]['C']:.2g} times the "
+        f"largest fitted compute): predicted {in_words(predicted, '.4f')}"
     )
-    if each.run.loss is None:
+    if run["loss"] is None:
         return f"{words}; not measured yet."
-    inside = "inside" if each.run.loss in each.predicted else "OUTSIDE"
-    return f"{words}, measured {each.run.loss:.4f} ({each.error:+.2%}), {inside} the {LEVEL:.0%} interval."
+    inside = "inside" if run["inside"] else "OUTSIDE"
+    return f"{words}, measured {run['loss']:.4f} ({run['error']:+.2%}), {inside} the {LEVEL:.0%} interval."
 
 
 def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
     """Report the fits with these ``counted`` parameters, and write their pictures into ``folder``."""
     blocks: list[Block] = []
-    runs = [_of_run(run) for run in made.runs]
-    if made.law is not None:
-        fitted = made.law.predict([run.variables(made.law.law) for run in made.runs])
-        for row, value in zip(runs, fitted, strict=True):
-            row |= {"fitted": value.value, "error": row["loss"] / value.value - 1}
-    predictions = []
-    for each in made.forecasts:
-        found = each.predicted
-        loss = each.run.loss
-        interval = {"predicted": found.value, "low": found.low, "high": found.high}
-        inside = None if loss is None else loss in found
-        predictions.append(_of_run(each.run) | interval | {"error": each.error, "inside": inside})
-    if made.law is not None:
+    runs = made.runs
+    law = made.law
+    if law is not None:
+        fitted = law.predict(_variables(runs, law.law))
+        runs = [
+            {**run, "fitted": each.value, "error": run["loss"] / each.value - 1}
+            for run, each in zip(runs, fitted, strict=True)
+        ]
         text = (
-            f"`{made.law.law.formula}`, fitted to the logarithm of the loss. "
+            f"`{law.law.formula}`, fitted to the logarithm of the loss. "
             f"Intervals: {LEVEL:.0%}, by bootstrap. N: parameters ({counted.replace('_', '-')}), "
             "D: tokens, C: FLOPs with full attention."
         )
-        values = [
-            {"name": name, **vars(made.law.estimate(name))} for name in made.law.law.parameters
-        ]
-        picture = fit_plots.draw_law(folder / "fits_law.png", title, made)
+        values = [{"name": name, **vars(law.estimate(name))} for name in law.law.parameters]
+        picture = fit_plots.draw_law(
+            folder / "fits_law.png", title, law, runs, made.forecasts, made.loss
+        )
         blocks += [Table(_PARAMETERS, values, "Law", [text]), Figure(picture, "Law")]
-    if predictions:
+    if made.forecasts:
         text = "The interval is that of one measured loss: uncertainty of the curve, and noise."
-        blocks.append(Table(_FORECASTS, predictions, "Predictions", [text]))
-    if made.by_parameters is not None:
-        picture = fit_plots.draw_isoflop(folder / "fits_isoflop.png", title, made.by_parameters)
-        blocks += [
-            _parabolas(made.by_parameters, made.by_tokens),
-            Figure(picture, "IsoFLOP curves"),
-        ]
+        blocks.append(Table(_FORECASTS, made.forecasts, "Predictions", [text]))
+    if "N" in made.frontiers:
+        picture = fit_plots.draw_isoflop(folder / "fits_isoflop.png", title, made.frontiers["N"])
+        parabolas = Table(_PARABOLAS, _rows_of_budgets(made.frontiers), "IsoFLOP curves")
+        blocks += [parabolas, Figure(picture, "IsoFLOP curves")]
     blocks.append(Table(_RUNS, runs, "Runs"))
-    return Document(title, made.words, blocks, [*runs, *predictions])
+    return Document(title, made.words, blocks, [*runs, *made.forecasts])
 
 
-def _of_run(run: FittedRun) -> Row:
-    sizes = {
-        "N": run.parameters,
-        "D": run.tokens,
-        "ratio": run.tokens / run.parameters,
-        "C": run.flops,
-    }
-    return {"point": run.name, **sizes, "loss": run.loss}
-
-
-def _parabolas(by_parameters: Frontier, by_tokens: Frontier | None) -> Table:
-    tokens = {} if by_tokens is None else {each.flops: each for each in by_tokens.parabolas}
-    rows = []
-    for each in by_parameters.parabolas:
-        of_tokens = tokens.get(each.flops)
-        row: Row = {"C": each.flops, "sizes": len(each.losses), "reason": each.reason}
-        if each.best is not None:
-            row |= {"N": in_words(each.best, ".3g"), "loss": each.lowest}
-        if of_tokens is not None and of_tokens.best is not None:
-            row["D"] = in_words(of_tokens.best, ".3g")
-        rows.append(row)
-    return Table(_PARABOLAS, rows, "IsoFLOP curves")
+def _rows_of_budgets(frontiers: dict[str, Frontier]) -> list[Row]:
+    """A row for each budget, with the best model size and the best number of tokens."""
+    rows: dict[float, Row] = {}
+    for name, found in frontiers.items():
+        for each in found.parabolas:
+            row = rows.setdefault(each.flops, {"C": each.flops, "sizes": len(each.losses)})
+            row.setdefault("reason", each.reason)
+            if each.best is not None:
+                row[name] = in_words(each.best, ".3g")
+                row.setdefault("loss", each.lowest)
+    return list(rows.values())

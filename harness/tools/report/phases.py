@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 
@@ -18,7 +19,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.report.runs import layout_and_schedule
 from harness.util.document import Block, Document, Figure
 from harness.util.errors import UserError
-from harness.util.plots import new_figure, save
+from harness.util.plots import new_panels, save
 from harness.util.tables import Column, Table
 from harness.util.words import plural
 
@@ -91,65 +92,64 @@ def part_of(phase: str) -> str:
 
 def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> Document:
     """Return the report on the phases of a run; writes its picture into ``out``."""
-    files = {
-        int(path.stem.removeprefix("rank")): path for path in (folder / FOLDER).glob("rank*.jsonl")
-    }
-    by_rank = {rank: rows for rank, path in sorted(files.items()) if (rows := read_metrics(path))}
+    by_rank = {}
+    for path in (folder / FOLDER).glob("rank*.jsonl"):
+        rows = read_metrics(path)
+        if rows:
+            by_rank[int(path.stem.removeprefix("rank"))] = rows
     if not by_rank:
         raise UserError(
             f"{folder}: has no phases; would work: the folder of a run with profiling.phases=true, "
             "and more steps than metrics.warmup_steps"
         )
     job = RunFolder(folder).read_job()
-    means = {}
-    for rank, rows in by_rank.items():
-        phases = _mean_phases([(row["phases"], row["steps"]) for row in rows])
-        means[rank] = {phase: seconds for phase, seconds in phases.items() if phase not in EXCLUDED}
+    means = {rank: _means(by_rank[rank]) for rank in sorted(by_rank)}
     step = sum(sum(seconds.values()) for seconds in means.values()) / len(means)
-    parts = _rows_of_parts(job, means, step, calibration)
-    steps = sum(row["steps"] for row in next(iter(by_rank.values())))
+    steps = sum(row["steps"] for row in by_rank[min(by_rank)])
     counted = f"{plural(steps, 'step')} on {plural(len(means), 'rank')}"
     summary = [f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {counted}"]
     summary += [f"slow: {each}" for each in slow_ranks(folder)] or ["no rank was found slow"]
+    parts = _rows_of_parts(job, means, step, calibration)
     text = (
         "Means over all ranks. A collective counts while computation waits for it; `pp` "
         "includes the bubble."
     )
     blocks: list[Block] = [Table(_OF_PARTS, parts, "Measured and planned", [text])]
-    if draw(out / PICTURE, by_rank, job):
+    if draw(out / PICTURE, [by_rank[rank] for rank in means], job):
         heading = "One step on all ranks"
         blocks += [f"## {heading}", Figure(PICTURE, heading)]
-    staged = job.parallelism.pp > 1
-    found = means_by_stage(by_rank) if staged else {}
-    for rank, phases in means.items():
-        for phase, seconds in phases.items():
-            if not (staged and phase.startswith(_PASSES)):
-                found.setdefault(("", phase), {})[rank] = seconds
     text = "Passes by stage. Shares are those of the seconds of all ranks."
-    blocks.append(Table(_OF_PHASES, _rows_of_phases(found, len(means) * step), "Phases", [text]))
+    blocks.append(Table(_OF_PHASES, _rows_of_phases(means, step), "Phases", [text]))
     blocks.append(Table(_OF_RANKS, _rows_of_ranks(by_rank, means), "Ranks"))
     return Document(f"Phases of {job.name}", summary, blocks, parts)
 
 
-def _mean_phases(rows: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
-    """Return the mean step's seconds of each phase, of rows that are means of several steps."""
-    total: dict[str, float] = defaultdict(float)
-    for phases, steps in rows:
-        for phase, seconds in phases.items():
-            total[phase] += seconds * steps
-    count = sum(steps for _, steps in rows)
-    return {phase: seconds / count for phase, seconds in total.items()}
+Seconds = dict[tuple[str, str], float]
+"""By pipeline stage and phase; only passes have a stage."""
+
+
+def _means(rows: Sequence[Row]) -> Seconds:
+    """Return the mean step's seconds of a rank, of rows that are means of several steps."""
+    total: Seconds = defaultdict(float)
+    for row in rows:
+        # Only ranks with several stages write them; JSON's keys are text.
+        stages = row.get("stages", {str(row["stage"]): row["phases"]})
+        for stage, phases in {"": row["phases"], **stages}.items():
+            for phase, seconds in phases.items():
+                if phase.startswith(_PASSES) == bool(stage) and phase not in EXCLUDED:
+                    total[stage, phase] += seconds * row["steps"]
+    steps = sum(row["steps"] for row in rows)
+    return {key: seconds / steps for key, seconds in total.items()}
 
 
 def _rows_of_parts(
-    job: Job, means: dict[int, dict[str, float]], step: float, calibration: Calibration | None
+    job: Job, means: dict[int, Seconds], step: float, calibration: Calibration | None
 ) -> list[Row]:
-    measured: dict[str, float] = defaultdict(float)
-    for seconds in means.values():
-        for phase, each in seconds.items():
-            measured[part_of(phase)] += each / len(means)
+    measured: dict[str, float] = defaultdict(float, step=step)
+    for of_rank in means.values():
+        for (_, phase), seconds in of_rank.items():
+            measured[part_of(phase)] += seconds / len(means)
     speed = make_plan(job, calibration).speed
-    measured["step"] = step
     planned: dict[str, float | None] = dict.fromkeys([*PARTS, "step"])
     if speed is not None:
         for part, names in PARTS.items():
@@ -169,65 +169,56 @@ def _rows_of_parts(
     ]
 
 
-def means_by_stage(by_rank: dict[int, list[Row]]) -> dict[tuple[str, str], dict[int, float]]:
-    """Return the seconds of passes in the mean step, by stage and phase, and then by rank."""
-    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    for rank, rows in by_rank.items():
-        # Only ranks with several stages write them; JSON's keys are text.
-        for stage in rows[0].get("stages") or [str(rows[0]["stage"])]:
-            passes = [
-                (row.get("stages", {stage: row["phases"]})[stage], row["steps"]) for row in rows
-            ]
-            for phase, seconds in _mean_phases(passes).items():
-                if phase.startswith(_PASSES):
-                    found[stage, phase][rank] = seconds
-    return found
-
-
-def _rows_of_phases(found: dict[tuple[str, str], dict[int, float]], total: float) -> list[Row]:
-    """Return rows in the order of parts; shares are of ``total``, the seconds of all ranks."""
+def _rows_of_phases(means: dict[int, Seconds], step: float) -> list[Row]:
+    """Return rows in the order of parts; shares are of the seconds of all ranks."""
+    by_phase: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for rank, of_rank in means.items():
+        for key, seconds in of_rank.items():
+            by_phase[key][rank] = seconds
     parts = list(PARTS)
     rows = []
-    for stage, phase in sorted(found, key=lambda key: (parts.index(part_of(key[1])), key)):
-        ranks = found[stage, phase]
-        most = max(ranks, key=lambda rank: ranks[rank])
+    for stage, phase in sorted(by_phase, key=lambda key: (parts.index(part_of(key[1])), key)):
+        of_ranks = by_phase[stage, phase]
+        most = max(of_ranks, key=of_ranks.__getitem__)
         rows.append(
             {
                 "stage": stage,
                 "phase": phase,
-                "seconds": mean(ranks.values()),
-                "share": sum(ranks.values()) / total,
-                "least": min(ranks.values()),
-                "most": ranks[most],
+                "seconds": mean(of_ranks.values()),
+                "share": sum(of_ranks.values()) / len(means) / step,
+                "least": min(of_ranks.values()),
+                "most": of_ranks[most],
                 "rank": str(most),
             }
         )
     return rows
 
 
-def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, float]]) -> list[Row]:
-    of_stage: dict[int, list[float]] = defaultdict(list)
-    queued: dict[int, float | None] = {}
-    own: dict[int, float] = {}
-    for rank, rows in by_rank.items():
+def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, Seconds]) -> list[Row]:
+    made = []
+    of_stage = defaultdict(list)
+    for rank, of_rank in means.items():
+        rows = by_rank[rank]
+        row = {key: rows[-1][key] for key in ("rank", "stage", "host", "device")}
         # Seconds of a step in which the rank had no core to compute on, where the machine knows
         # them.
-        known = [({"queued": row["queued"]}, row["steps"]) for row in rows if "queued" in row]
-        queued[rank] = _mean_phases(known)["queued"] if known else None
-        own[rank] = sum(own_seconds(means[rank])) - (queued[rank] or 0.0)
-        of_stage[rows[-1]["stage"]].append(own[rank])
-    made = []
-    for rank, rows in by_rank.items():
-        where = {key: rows[-1][key] for key in ("rank", "stage", "host", "device")}
-        waits = sum(s for phase, s in means[rank].items() if part_of(phase) in _WAITS)
-        excess = own[rank] / median(of_stage[where["stage"]]) - 1
-        made.append(
-            where | {"own": own[rank], "queued": queued[rank], "waits": waits, "excess": excess}
-        )
+        known = [each for each in rows if "queued" in each]
+        if known:
+            steps = sum(each["steps"] for each in known)
+            row["queued"] = sum(each["queued"] * each["steps"] for each in known) / steps
+        phases: dict[str, float] = defaultdict(float)
+        for (_, phase), seconds in of_rank.items():
+            phases[phase] += seconds
+        row["own"] = sum(own_seconds(phases)) - row.get("queued", 0.0)
+        row["waits"] = sum(s for phase, s in phases.items() if part_of(phase) in _WAITS)
+        of_stage[row["stage"]].append(row["own"])
+        made.append(row)
+    for row in made:
+        row["excess"] = row["own"] / median(of_stage[row["stage"]]) - 1
     return made
 
 
-def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
+def draw(path: Path, ranks: Sequence[Sequence[Row]], job: Job) -> bool:
     """Draw the newest step whose spans all ranks have, one bar per rank, ordered by pipeline stage.
 
     Clocks of ranks differ, so ranks are aligned where the sum of the gradients' norm ends. Returns
@@ -235,19 +226,15 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     """
     from matplotlib.patches import Patch
 
-    with_spans = []
-    for rows in by_rank.values():
-        with_spans.append({row["step"]: row for row in rows if "spans" in row})
+    with_spans = [{row["step"]: row for row in rows if "spans" in row} for rows in ranks]
     common = set.intersection(*map(set, with_spans))
     if not common:
         return False
     step = max(common)
-    rows = [found[step] for found in with_spans]
-    rows.sort(key=lambda row: (row["stage"], row["rank"]))
+    rows = sorted((each[step] for each in with_spans), key=itemgetter("stage", "rank"))
     rows = rows[:: -(-len(rows) // _MOST_RANKS)]
     origin = min(-row["aligned_at"] for row in rows)
-    figure = new_figure(13, max(2.4, 1.3 + 0.32 * len(rows)))
-    axis = figure.subplots()
+    figure, [[axis]] = new_panels(1, 1, 13, max(2.4, 1.3 + 0.32 * len(rows)))
     used: set[str] = set()
     for height, row in enumerate(rows):
         by_color = defaultdict(list)
@@ -260,16 +247,10 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
         for name, bars in by_color.items():
             axis.broken_barh(bars, (height - 0.42, 0.84), facecolors=_COLORS[name], linewidth=0)
     names = [f"stage {row['stage']}, rank {row['rank']}" for row in rows]
-    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.set_yticks(range(len(rows)), names)
     axis.invert_yaxis()
     axis.set_xlabel("ms")
     axis.margins(x=0.005)
-    handles = [
-        Patch(facecolor=color, label=name) for name, color in _COLORS.items() if name in used
-    ]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8
-    )
-    figure.suptitle(f"{job.name}, {layout_and_schedule(job)}: step {step}", fontsize=11)
-    save(figure, path)
+    handles = [Patch(facecolor=_COLORS[name], label=name) for name in _COLORS if name in used]
+    save(figure, path, f"{job.name}, {layout_and_schedule(job)}: step {step}", handles)
     return True

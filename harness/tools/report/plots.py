@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from math import inf, isfinite, nan
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from harness.launch.rows import Row
@@ -17,15 +16,12 @@ from harness.metrics.jsonl import read_rows
 from harness.run.folder import METRICS
 from harness.tools.report.predictions import MEMORY, RATE
 from harness.tools.report.rounds import same_but_seed, without_seed
-from harness.util.plots import COLORS, new_figure, save, smoothed, ticks
-from harness.util.words import NOT_MEASURED, counted, figure, plural, shortened
+from harness.util.plots import COLORS, draw_band, new_panels, save, smoothed
+from harness.util.words import counted, figure, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
-LARGEST_CUT = 0.05
-"""Share of a run's losses after its first tenth that a picture leaves out at most."""
 WORDS = {
     "published": "published",
     "predicted": "predicted",
@@ -57,7 +53,6 @@ class Curve:
     """Losses of runs that differ only in their seed: for each run its rows (see ``read_losses``)."""
 
     name: str
-    numerics_id: str
     runs: list[list[Row]]
 
     @property
@@ -70,20 +65,24 @@ class Curve:
         mean = fmean(means)
         return mean if isfinite(mean) else inf
 
-    def points(self, by: str, loss: str, smooth: int) -> tuple[list[float], ...]:
-        """Return positions, and the mean, lowest and highest loss there; NaN if one is not finite."""
+    def points(self, by: str, loss: str, smooth: int, size: float) -> list[list[float]]:
+        """Return positions in units of ``size``, and the mean, lowest and highest loss there.
+
+        NaN if one is not finite.
+        """
         at: dict[int, list[tuple[float, float]]] = {}
         for run in self.runs:
             rows = [row for row in run if loss in row]
             values = [row[loss] if isfinite(row[loss]) else nan for row in rows]
             for row, value in zip(rows, smoothed(values, smooth), strict=True):
-                at.setdefault(row["step"], []).append((row[by], value))
-        points = []
+                at.setdefault(row["step"], []).append((row[by] / size, value))
+        points: list[list[float]] = [[], [], [], []]
         for _, pairs in sorted(at.items()):
-            losses = [value for _, value in pairs]
-            place = fmean(place for place, _ in pairs)
-            points.append((place, fmean(losses), min(losses), max(losses)))
-        return tuple(map(list, zip(*points, strict=True))) or ([], [], [], [])
+            places, losses = zip(*pairs, strict=True)
+            found = (fmean(places), fmean(losses), min(losses), max(losses))
+            for column, value in zip(points, found, strict=True):
+                column.append(value)
+        return points
 
 
 def _losses_of(run: Sequence[Row], kind: str) -> list[float]:
@@ -123,20 +122,16 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
         losses = read_losses(Path(row["run_dir"]) / METRICS) if row.get("run_dir") else []
         if losses:
             with_losses.append({**row, "losses": losses})
-    curves = []
-    for seeds in same_but_seed(with_losses):
-        runs = [row["losses"] for row in seeds.values()]
-        first = next(iter(seeds.values()))
-        curves.append(Curve(first["point"], first["numerics_id"], runs))
-    names = [without_seed(curve.name) for curve in curves]
+    groups = [list(seeds.values()) for seeds in same_but_seed(with_losses)]
+    names = [without_seed(group[0]["point"]) for group in groups]
     if len(set(names)) < len(names):  # the seed is all that tells some of them apart
-        names = [curve.name for curve in curves]
-    named = []
-    for curve, name in zip(curves, names, strict=True):
-        if len(curve.runs) > 1:
-            name = f"{name} ({len(curve.runs)} seeds)".strip()
-        named.append(replace(curve, name=name or curve.name))
-    return sorted(named, key=lambda each: each.last)
+        names = [group[0]["point"] for group in groups]
+    curves = []
+    for name, group in zip(names, groups, strict=True):
+        seeds = f"({len(group)} seeds)" if len(group) > 1 else ""
+        words = f"{name} {seeds}".strip() or group[0]["point"]
+        curves.append(Curve(words, [row["losses"] for row in group]))
+    return sorted(curves, key=lambda each: each.last)
 
 
 def can_draw() -> bool:
@@ -159,148 +154,90 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
     kinds = [loss for loss in LOSSES if loss in logged]
     if not kinds or not can_draw():
         return False
-    drawing = new_figure(13, 1.2 + 3.3 * len(kinds))
-    panels = drawing.subplots(len(kinds), len(_SIDES), sharex="col", sharey="row", squeeze=False)
+    drawing, panels = new_panels(
+        len(kinds), len(_SIDES), 13, 1.2 + 3.3 * len(kinds), sharex="col", sharey="row"
+    )
     for line, loss in zip(panels, kinds, strict=True):
         over = smooth if loss == "loss" else 1
         for axis, (by, (words, size)) in zip(line, _SIDES.items(), strict=True):
-            _draw_losses(axis, curves, by, size, loss, over)
-            axis.set_xlabel(words if loss == kinds[-1] else "")
+            for number, curve in enumerate(curves):
+                _draw_curve(axis, curve, number, len(curves), curve.points(by, loss, over, size))
+            axis.grid(color="#e8e8e8")
+            axis.set(
+                xlabel=words,
+                ylabel=f"{LOSSES[loss]}, mean of {over} rows" if over > 1 else LOSSES[loss],
+            )
+            axis.label_outer()
             axis.locator_params(axis="x", nbins=6)
             axis.xaxis.set_major_formatter(
                 lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}"
             )
-        known = [list(filter(isfinite, _losses_of(run, loss))) for run in runs]
-        shown = _shown_losses(known)
-        if shown is not None:
-            line[0].set_ylim(shown[0], min(shown[1], line[0].get_ylim()[1]))
-            above = sum(value > shown[1] for value in chain.from_iterable(known))
-            place = {"transform": line[0].transAxes, "ha": "right", "va": "top"}
-            line[0].text(0.97, 0.95, f"{plural(above, 'point')} above" if above else "", **place)
-        line[0].set_ylabel(LOSSES[loss] + (f", mean of {over} rows" if over > 1 else ""))
-    handles, names = panels[0][0].get_legend_handles_labels()
-    if len(curves) > 1:
-        columns = max(1, int(12 / (0.8 + 0.09 * max(map(len, names)))))
-        drawing.legend(
-            handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
-        )
-    drawing.suptitle(title, fontsize=11)
-    save(drawing, path)
+        low, top = _shown_losses([list(filter(isfinite, _losses_of(run, loss))) for run in runs])
+        if top > low:
+            line[0].set_ylim(low, min(top, line[0].get_ylim()[1]))
+    handles = panels[0][0].get_legend_handles_labels()[0] if len(curves) > 1 else ()
+    save(drawing, path, title, handles)
     return True
 
 
-def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
-    """Limits that cut the first steep steps, and runs that diverge; None to show all.
-
-    Of runs that do not fall, the first steps say nothing about the others. All is shown if most
-    runs would lose ``LARGEST_CUT`` of their later losses.
-    """
+def _shown_losses(runs: list[list[float]]) -> tuple[float, float]:
+    """Limits that cut the first steep steps, and runs that diverge; the same twice to show all."""
     early: list[float] = []
     for run in runs:
         early += run[len(run) // 50 : len(run) // 10 + 1]
     lowest = min(chain.from_iterable(runs), default=nan)
-    height = 1.1 * (max(early, default=nan) - lowest)
-    top = lowest + height
-    later = [run[len(run) // 10 + 1 :] for run in runs if len(run) > 1]
-    lost = []
-    for run in later:
-        cut = [value for value in run if value > top]
-        lost.append(len(cut) / len(run))
-    if not lost or median_low(lost) >= LARGEST_CUT or not height > 0:
-        return None
-    return lowest - 0.05 * height, top
+    height = max(early, default=nan) - lowest
+    return lowest - 0.05 * height, lowest + 1.1 * height
 
 
-def _draw_losses(
-    axis: Axes, curves: Sequence[Curve], by: str, size: float, loss: str, smooth: int
+def _draw_curve(
+    axis: Axes, curve: Curve, number: int, count: int, points: Sequence[Sequence[float]]
 ) -> None:
-    drawn: Counter[str] = Counter()
-    for number, curve in enumerate(curves):
-        places, mean, low, high = curve.points(by, loss, smooth)
-        place = [each / size for each in places]
-        if number < len(_OF_RUNS):
-            name = shortened(curve.name, _LONGEST_NAME)
-            color = _OF_RUNS[number]
-            order = 2.0
-        else:
-            name = f"{len(curves) - number} more" if number == len(_OF_RUNS) else ""
-            color = _GREY
-            order = 1.0
-        # Runs of equal numerics coincide: dashes show them all.
-        style = _STYLES[drawn[curve.numerics_id] % len(_STYLES)]
-        marker = "." if len(place) <= 30 else ""
-        drawn[curve.numerics_id] += 1
-        axis.plot(
-            place, mean, color=color, ls=style, lw=1.3, zorder=order, label=name, marker=marker
-        )
-        if len(curve.runs) > 1:
-            axis.fill_between(place, low, high, color=color, alpha=0.25, linewidth=0)
-    axis.grid(color="#e8e8e8")
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    places, *lines = points
+    color = _GREY
+    name = f"{count - number} more" if number == len(_OF_RUNS) else ""
+    if number < len(_OF_RUNS):
+        color = _OF_RUNS[number]
+        name = shortened(curve.name, _LONGEST_NAME)
+    # Runs of equal numerics coincide: dashes show them all.
+    draw_band(
+        axis,
+        places,
+        lines if len(curve.runs) > 1 else lines[:1],
+        color,
+        label=name,
+        ls=_STYLES[number % len(_STYLES)],
+        marker="." if len(places) <= 30 else "",
+        zorder=2.0 if number < len(_OF_RUNS) else 1.0,
+    )
 
 
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
     """Plot throughput and memory, with a bar for each known kind of value; return whether there was any."""
-    kinds = []
-    for kind in COLORS:
-        if any(row.get(f"{kind}.{RATE}") is not None for row in rows):
-            kinds.append(kind)
-    if not kinds or not rows or not can_draw():
+    kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
+    if not kinds or not can_draw():
         return False
-    per_row = _INCHES_PER_BAR * (len(kinds) + 0.8)
-    drawing = new_figure(13, max(_AROUND + per_row * len(rows), 2.6))
-    panels = drawing.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for axis, (fact, what) in zip(panels, _PANELS, strict=True):
-        _draw_bars(axis, rows, kinds, fact)
-        axis.set_xlabel(what)
-    labels = [shortened(name, _LONGEST_NAME) for name in names]
-    panels[0].set_yticks(range(len(rows)), labels, fontsize=8)
-    panels[0].invert_yaxis()
-    if len(kinds) > 1:
-        handles, words = panels[0].get_legend_handles_labels()
-        drawing.legend(handles, words, loc="outside lower center", ncols=len(kinds), frameon=False)
-    drawing.suptitle(title, fontsize=11)
-    save(drawing, path)
-    return True
-
-
-def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str) -> None:
+    height = _INCHES_PER_BAR * (len(kinds) + 0.8) * len(rows)
+    drawing, [panels] = new_panels(
+        1, 2, 13, max(_AROUND + height, 2.6), sharey=True, width_ratios=(3, 2)
+    )
     width = 0.8 / len(kinds)
-    for number, kind in enumerate(kinds):
-        positions = [index + (number - (len(kinds) - 1) / 2) * width for index in range(len(rows))]
-        values = [row.get(f"{kind}.{fact}") for row in rows]
-        lengths = [value or 0.0 for value in values]
-        axis.barh(positions, lengths, 0.92 * width, color=COLORS[kind], label=WORDS[kind])
-        for row, position, value in zip(rows, positions, values, strict=True):
-            if value is None:
-                continue
-            end = value
-            mfu = ""
-            if fact == RATE:
-                low = row.get("measured.low")
-                high = row.get("measured.high")
-                share = row.get(f"{kind}.mfu")
+    for axis, (fact, what) in zip(panels, _PANELS, strict=True):
+        for number, kind in enumerate(kinds):
+            values = [row.get(f"{kind}.{fact}") for row in rows]
+            places = [index - 0.4 + (number + 0.5) * width for index in range(len(rows))]
+            labels = []
+            for row, value in zip(rows, values, strict=True):
+                share = row.get(f"{kind}.mfu") if fact == RATE else None
                 mfu = "" if share is None else f" ({share:.1%} MFU)"
-                if kind == "measured" and low is not None and high is not None:
-                    # The range of the steps' rates, across the end of the bar.
-                    axis.plot([low, high], [position, position], color="#1b1f24", linewidth=1)
-                    end = max(value, high)
-            axis.text(end, position, f" {figure(value)}{mfu}", va="center", fontsize=7)
-    for index, row in enumerate(rows):
-        if fact == RATE and row["state"] not in ("completed", NOT_MEASURED) and "measured" in kinds:
-            offset = (len(kinds) - 1) / 2 * width
-            axis.text(0, index + offset, f" {row['state']}", va="center", fontsize=7)
-    axis.margins(x=0.16)
-    axis.set_ylim(-0.6, len(rows) - 0.4)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-
-
-def name_ticks(side: Axis, form: Callable[[float], str]) -> None:
-    """Label a logarithmic axis with a few round numbers."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    side.set_major_locator(FixedLocator(ticks(*side.get_view_interval())))
-    side.set_minor_locator(NullLocator())
-    side.set_major_formatter(lambda value, _: form(value))
+                labels.append("" if value is None else f"{figure(value)}{mfu}")
+            lengths = [value or 0.0 for value in values]
+            drawn = axis.barh(places, lengths, 0.92 * width, color=COLORS[kind], label=WORDS[kind])
+            axis.bar_label(drawn, labels, padding=2, fontsize=7)
+        axis.margins(x=0.16)
+        axis.set_xlabel(what)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    panels[0].set_yticks(range(len(rows)), [shortened(name, _LONGEST_NAME) for name in names])
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)
+    save(drawing, path, title, panels[0].get_legend_handles_labels()[0] if len(kinds) > 1 else ())
+    return True

@@ -10,12 +10,6 @@ import numpy as np
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-HUBER = 1e-3
-"""Threshold of the Huber loss of logarithms (arXiv:2203.15556, approach 3)."""
-MANY = 50
-"""Fits to fewer points minimize squares: the Huber loss above is in effect the sum of absolute residuals, and
-passes through as many points as it has parameters. Their bootstrap draws normal noise instead of
-points."""
 LEVEL = 0.95
 """Coverage of intervals."""
 REPLICATES = 1000
@@ -72,11 +66,6 @@ class Interval:
         low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return cls(value, float(low), float(high))
 
-    @property
-    def sides(self) -> tuple[float, float]:
-        """Distances to both ends of the interval; 0 if the value is outside, as by rounding."""
-        return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
-
     def is_within(self, factor: float) -> bool:
         """Whether the interval is positive and spans at most this factor."""
         return self.low > 0 and self.high <= factor * self.low
@@ -94,7 +83,6 @@ class Fit:
         replicates: the same of each bootstrap replicate, a row each.
         residuals: measured minus fitted logarithms of the loss.
         scatter: standard deviation of the noise in the logarithm, for each replicate.
-        objective: the minimized sum.
     """
 
     law: Law
@@ -102,7 +90,6 @@ class Fit:
     replicates: Array = field(repr=False)
     residuals: Array = field(repr=False)
     scatter: Array = field(repr=False)
-    objective: float = 0.0
 
     @property
     def rms(self) -> float:
@@ -132,14 +119,8 @@ class Fit:
         value = np.exp(log_losses(np.array(list(self.values.values()))))
         drawn = np.stack([log_losses(each) for each in self.replicates])
         if noise:
-            drawn = (
-                drawn
-                + np.random.default_rng(1).standard_normal(drawn.shape) * self.scatter[:, None]
-            )
-        return [
-            Interval.of(float(at), np.exp(column))
-            for at, column in zip(value, drawn.T, strict=True)
-        ]
+            drawn += np.random.default_rng(1).standard_normal(drawn.shape) * self.scatter[:, None]
+        return list(map(Interval.of, value.tolist(), np.exp(drawn.T)))
 
 
 def fit(
@@ -149,11 +130,11 @@ def fit(
     *,
     replicates: int = REPLICATES,
 ) -> Fit:
-    """Fit a law to losses, as in arXiv:2203.15556: the logarithm of the loss, from a grid of starts.
+    """Fit a law to the logarithm of the loss by least squares, from a grid of starts.
 
     Args:
         variables: values of the law's variables, one sequence for each point.
-        replicates: number of bootstrap replicates.
+        replicates: number of bootstrap replicates, with normal noise of the residuals' variance.
 
     Raises:
         ValueError: there are not more points than parameters.
@@ -167,23 +148,16 @@ def fit(
     middle = logs.mean(axis=0)
     logs = logs - middle  # coefficients and exponents are less correlated there
     tried = [_minimize(start, logs, targets) for start in _starts(logs, targets)]
-    best, objective = min(tried, key=lambda each: each[1])
+    best = min(tried, key=lambda each: float(((_log_loss(each, logs) - targets) ** 2).sum()))
     fitted = _log_loss(best, logs)
-    variance = ((targets - fitted) ** 2).sum()
+    # The variance of the noise is estimated with few degrees of freedom, and drawn from its
+    # distribution.
     random = np.random.default_rng(0)
-    if count >= MANY:
-        scatter = np.full(replicates, np.sqrt(variance / freedom))
-        draws = random.integers(count, size=(replicates, count))
-        again = [_minimize(best, logs[draw], targets[draw])[0] for draw in draws]
-    else:
-        # The variance of the noise is estimated with few degrees of freedom, and drawn from its
-        # distribution.
-        scatter = np.sqrt(variance / random.chisquare(freedom, replicates))
-        noisy = fitted + scatter[:, None] * random.standard_normal((replicates, count))
-        again = [_minimize(best, logs, each)[0] for each in noisy]
+    scatter = np.sqrt(((targets - fitted) ** 2).sum() / random.chisquare(freedom, replicates))
+    noisy = fitted + scatter[:, None] * random.standard_normal((replicates, count))
+    drawn = [_external(_minimize(best, logs, each), middle) for each in noisy]
     values = dict(zip(law.parameters, _external(best, middle).tolist(), strict=True))
-    drawn = np.stack([_external(each, middle) for each in again])
-    return Fit(law, values, drawn, targets - fitted, scatter, objective)
+    return Fit(law, values, np.stack(drawn), targets - fitted, scatter)
 
 
 def _starts(logs: Array, targets: Array) -> list[Array]:
@@ -217,27 +191,20 @@ def _log_loss(values: Array, logs: Array) -> Array:
     return np.asarray(np.logaddexp.reduce(_log_terms(values, logs), axis=1))
 
 
-def _minimize(start: Array, logs: Array, targets: Array) -> tuple[Array, float]:
-    """Return the parameters with the least squares, or Huber loss of many points, and that sum."""
+def _minimize(start: Array, logs: Array, targets: Array) -> Array:
+    """Return the parameters with the least squares."""
+    from scipy.optimize import least_squares
 
     def slopes(values: Array) -> Array:
         terms = _log_terms(values, logs)
         shares = np.exp(terms - np.logaddexp.reduce(terms, axis=1)[:, None])
         return np.concatenate([shares, -shares[:, 1:] * logs], axis=1)
 
-    from scipy.optimize import least_squares
-
-    many = len(targets) >= MANY
     found = least_squares(
-        lambda values: _log_loss(values, logs) - targets,
-        start,
-        slopes,
-        method="trf" if many else "lm",
-        loss="huber" if many else "linear",
-        f_scale=HUBER,
-    )
-    found.x[0] = max(found.x[0], np.log(_SMALLEST_OFFSET) + targets.min())  # log 0 is no number
-    return found.x, float(found.cost)
+        lambda values: _log_loss(values, logs) - targets, start, slopes, method="lm"
+    ).x
+    found[0] = max(found[0], np.log(_SMALLEST_OFFSET) + targets.min())  # log 0 is no number
+    return np.asarray(found)
 
 
 def _external(values: Array, middle: Array) -> Array:
@@ -320,30 +287,27 @@ def fit_frontier(
     curves = [np.polyfit(logs[group], targets[group], 2) for group in groups]
     fitted = [np.polyval(curve, logs[group]) for group, curve in zip(groups, curves, strict=True)]
     # Relative noise is taken to be equal at all budgets.
-    squares = sum(
-        float(((1 - own / targets[group]) ** 2).sum())
-        for group, own in zip(groups, fitted, strict=True)
-    )
+    residuals = 1 - np.concatenate(fitted) / np.concatenate([targets[group] for group in groups])
     random = np.random.default_rng(0)
-    scatter = np.sqrt(
-        squares / random.chisquare(sum(len(group) - 3 for group in groups), replicates)
-    )
+    freedom = len(residuals) - 3 * len(groups)
+    scatter = np.sqrt((residuals**2).sum() / random.chisquare(freedom, replicates))
     minima = []
     parabolas = []
     for group, curve, own in zip(groups, curves, fitted, strict=True):
         noise = scatter[:, None] * random.standard_normal((replicates, len(group)))
-        minima.append(_minimum(np.polyfit(logs[group], (own * (1 + noise)).T, 2)))
+        drawn = _minimum(np.polyfit(logs[group], (own * (1 + noise)).T, 2))
         budget = float(np.mean(np.asarray(flops)[group]))
-        parabolas.append(_parabola(budget, np.exp(logs[group]), targets[group], curve, minima[-1]))
-    kept = [index for index, each in enumerate(parabolas) if each.best is not None]
-    if len(kept) < LEAST_BUDGETS:
-        words = f"{len(kept)} of {len(parabolas)} budgets have a minimum, and {LEAST_BUDGETS} are needed"
+        made = _parabola(budget, np.exp(logs[group]), targets[group], curve, drawn)
+        parabolas.append(made)
+        if made.best is not None:
+            minima.append((budget, made.best.value, drawn))
+    if len(minima) < LEAST_BUDGETS:
+        words = f"{len(minima)} of {len(parabolas)} budgets have a minimum, and {LEAST_BUDGETS} are needed"
         return Frontier(parabolas, None, None, words)
-    compute = np.log([parabolas[index].flops for index in kept])
-    best = np.log([each.best.value for each in parabolas if each.best is not None])
-    slope, height = np.polyfit(compute, best, 1)
-    drawn = np.stack([minima[index] for index in kept])
-    slopes = np.polyfit(compute, drawn[:, ~np.isnan(drawn).any(axis=0)], 1)[0]
+    compute, best, drawn_minima = zip(*minima, strict=True)
+    slope, height = np.polyfit(np.log(compute), np.log(best), 1)
+    drawn = np.stack(drawn_minima)
+    slopes = np.polyfit(np.log(compute), drawn[:, ~np.isnan(drawn).any(axis=0)], 1)[0]
     return Frontier(parabolas, Interval.of(float(slope), slopes), float(np.exp(height)))
 
 

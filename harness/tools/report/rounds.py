@@ -87,11 +87,11 @@ def tables_of_rounds(rows: Sequence[Row]) -> list[Table]:
     jobs = same_but_seed([row for row in rows if row.get(f"measured.{RATE}") is not None])
     if all(len(rounds) == 1 for rounds in jobs):
         return []
-    lines = [_line(rounds, None if rounds is jobs[0] else jobs[0]) for rounds in jobs]
+    lines = [_line(rounds, jobs[0]) for rounds in jobs]
     return [Table(_COLUMNS, lines, "Rounds", [_NOTE])]
 
 
-def _line(rounds: Mapping[int, Row], first: Mapping[int, Row] | None) -> Row:
+def _line(rounds: Mapping[int, Row], first: Mapping[int, Row]) -> Row:
     example = next(iter(rounds.values()))
     line: Row = {"point": without_seed(example["point"]) or example["name"], "rounds": len(rounds)}
     for name, field in _MEDIANS.items():
@@ -99,13 +99,12 @@ def _line(rounds: Mapping[int, Row], first: Mapping[int, Row] | None) -> Row:
         line[name] = None if spread is None else spread.median
         if name == RATE and spread is not None:
             line["range"] = spread.as_text(",.1f")[1]
-    if first is not None:
-        spread = Spread.of(ratios_by_round(_rates(rounds), _rates(first)))
-        if spread is not None:
-            line["ratio"] = spread.median
-            line["ratio_range"] = spread.as_text(".3f")[1]
+    ours, theirs = (
+        {seed: row["window.tokens_per_second"] for seed, row in each.items()}
+        for each in (rounds, first)
+    )
+    spread = Spread.of(ratios_by_round(ours, theirs))
+    if spread is not None and rounds is not first:
+        line["ratio"] = spread.median
+        line["ratio_range"] = spread.as_text(".3f")[1]
     return line
-
-
-def _rates(rounds: Mapping[int, Row]) -> dict[int, float]:
-    return {seed: row["window.tokens_per_second"] for seed, row in rounds.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from harness.config.job import Job, differing_numerics
@@ -67,27 +68,21 @@ def report_runs(
     jobs = [job_of(row) for row in rows]
     layouts = ["" if job is None else layout_and_schedule(job) for job in jobs]
     rows = [{**row, "layout": layout} for row, layout in zip(rows, layouts, strict=True)]
-    blocks, best = _study(study, rows)
+    summary = _summary(rows)
+    blocks: list[Block] = []
+    ranked = [] if study is None else [rows[index] for index in study.ranked(rows)]
+    if study is not None and ranked:
+        best = ranked[0]
+        columns = (_OF_RUNS[0], Column(study.objective, study.objective, ".6g"))
+        text = f"Chosen by optuna to {study.describe()}."
+        blocks.append(Table(columns, ranked, "Study", [text], best["point"]))
+        value = study.format(study.value(best))
+        summary.append(f"The best ({study.describe()}): `{best['point']}`, {value}.")
     blocks += [*tables_of_rounds(rows), *_runs(title, rows, folder)]
     if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
         blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
     blocks += tables_beside(rows)
-    summary = [*_summary(rows), *best, *constants_in_words(calibration)]
-    return Document(title, summary, blocks, rows)
-
-
-def _study(study: StudyRecord | None, rows: Sequence[Row]) -> tuple[list[Block], list[str]]:
-    """Return a table of the objective's values, the best first, and the best one in a sentence."""
-    ranked = [] if study is None else [rows[index] for index in study.ranked(rows)]
-    if study is None or not ranked:
-        return [], []
-    best = ranked[0]
-    columns = (Column("point", "run"), Column(study.objective, study.objective, ".6g"))
-    text = f"Chosen by optuna to {study.describe()}."
-    sentence = (
-        f"The best ({study.describe()}): `{best['point']}`, {study.format(study.value(best))}."
-    )
-    return [Table(columns, ranked, "Study", [text], best["point"])], [sentence]
+    return Document(title, summary + constants_in_words(calibration), blocks, rows)
 
 
 def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
@@ -95,18 +90,16 @@ def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
     ordered = fastest_first(row for row in rows if row["state"] != "skipped")
     notes = []
     jobs = [job for job in map(job_of, ordered) if job is not None]
-    differ: dict[str, None] = {}
-    for job in jobs[1:]:
-        differ |= dict.fromkeys(differing_numerics(jobs[0], job))
+    differ = list(dict.fromkeys(chain(*(differing_numerics(jobs[0], job) for job in jobs[1:]))))
     if differ:
         notes.append(
-            f"The numerics of runs differ ({in_short(list(differ))}): compare losses as well as speed."
+            f"The numerics of runs differ ({in_short(differ)}): compare losses as well as speed."
         )
     if any(row.get("measured.spread") for row in ordered):
         notes.append(f"{THROUGHPUT}. {SPREAD}")
-    best = [row["point"] for row in ordered[:1] if f"measured.{RATE}" in row]
-    blocks: list[Block] = [Table(_OF_RUNS, ordered, "Runs", notes, best[0] if best else None)]
     names = [row["point"] for row in ordered]
+    best = names[0] if names and f"measured.{RATE}" in ordered[0] else None
+    blocks: list[Block] = [Table(_OF_RUNS, ordered, "Runs", notes, best)]
     if plots.bars(folder / "runs.png", f"{title}: throughput and memory", names, ordered):
         blocks.append(Figure("runs.png", "Runs"))
     return blocks

@@ -26,12 +26,6 @@ _FILES = {
     "phases": ("phases.md", "phases.csv", "phases.html"),
     "fits": ("fits.md", "fits.csv", "fits.html"),
 }
-_TAKES = {
-    "runs": ("--calibration", "--smooth"),
-    "phases": ("--calibration",),
-    "fits": ("--fits", "--hold-out", "--counted"),
-}
-"""Flags that have an effect on each kind of report."""
 _NOT_DRAWN = "without pictures: matplotlib is not installed; would work: pip install -e '.[report]'"
 
 
@@ -54,15 +48,15 @@ def report(
     """
     out = out or folder / "report"
     kind = what or ("fits" if fits else "runs")
-    given: dict[str, object] = {
-        "--calibration": calibration,
-        "--smooth": smooth,
-        "--fits": fits or None,
-    }
-    given |= {"--hold-out": hold_out, "--counted": counted}
-    for name, value in given.items():
-        if value is not None and name not in _TAKES[kind]:
-            works = " or ".join(f"a report of {other}" for other in _TAKES if name in _TAKES[other])
+    for name, value, kinds in (
+        ("--calibration", calibration, ("runs", "phases")),
+        ("--smooth", smooth, ("runs",)),
+        ("--fits", fits or None, ("fits",)),
+        ("--hold-out", hold_out, ("fits",)),
+        ("--counted", counted, ("fits",)),
+    ):
+        if value is not None and kind not in kinds:
+            works = " or ".join(f"a report of {other}" for other in kinds)
             raise UserError(f"{name}: has no effect on a report of {kind}; would work: {works}")
     for name, number, least in (("--smooth", smooth, 1), ("--hold-out", hold_out, 0)):
         if number is not None and number < least:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,44 +82,33 @@ class Record:
 @contextmanager
 def recorded(decoder: Decoder) -> Iterator[Record]:
     """Record the activations of every pass of a decoder inside of the context."""
+    assert decoder.tok_embeddings is not None and decoder.output is not None, "no pipeline"
     record = Record()
     hooks = []
 
-    def of_output(_module: nn.Module, _inputs: Any, output: Any) -> Tensor:
-        value: Tensor = output[0] if isinstance(output, tuple) else output
-        return value
-
-    def after(
-        module: nn.Module,
-        name: str,
-        kind: str,
-        value: Callable[[Any, Any, Any], Tensor] = of_output,
-    ) -> None:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            record.values.setdefault(name, []).append(
-                value(module, inputs, output).detach().float()
-            )
+    def after(module: nn.Module, name: str, kind: str) -> None:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            if isinstance(module, Kernel):
+                output = _scores(module, inputs)
+            elif kind == "router logits":
+                output = module.logits(inputs[0])
+            output = output[0] if isinstance(output, tuple) else output
+            record.values.setdefault(name, []).append(output.detach().float())
             record.kinds[name] = kind
 
         hooks.append(module.register_forward_hook(hook))
 
-    assert decoder.tok_embeddings is not None and decoder.output is not None, (
-        "the check has no pipeline"
-    )
     after(decoder.tok_embeddings, "tok_embeddings", "embeddings")
     for layer in map(int, decoder.layers):
         block = decoder.blocks[layer]
         name = f"layers.{layer}"
-        after(block.attention.inner, f"{name}.attention.scores", "attention scores", _scores)
+        after(block.attention.inner, f"{name}.attention.scores", "attention scores")
         after(block.attention, f"{name}.attention", "attention")
         if block.moe is None:
             assert block.feed_forward is not None
             after(block.feed_forward, f"{name}.feed_forward", "feed-forward")
         else:
-            router = f"{name}.moe.router"
-            after(
-                block.moe.router, router, "router logits", lambda module, x, _: module.logits(x[0])
-            )
+            after(block.moe.router, f"{name}.moe.router", "router logits")
             after(block.moe, f"{name}.moe", "experts")
         after(block, name, "residual stream")
     after(decoder.output, "output", "logits")
@@ -130,7 +119,7 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
             hook.remove()
 
 
-def _scores(kernel: Kernel, inputs: tuple[Tensor, ...], _output: Any) -> Tensor:
+def _scores(kernel: Kernel, inputs: tuple[Tensor, ...]) -> Tensor:
     q_BQHD = inputs[0][:, -QUERIES:].float()
     k_BTKD = inputs[1].float()
     k_BTHD = k_BTKD.repeat_interleave(q_BQHD.shape[2] // k_BTKD.shape[2], dim=2)

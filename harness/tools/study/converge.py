@@ -6,10 +6,8 @@ import shlex
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from itertools import chain
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,7 @@ from harness.compose.verb import Result, Verb
 from harness.launch.sweep.run import sweep
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import METRICS, RunFolder
-from harness.tools.study.judge import (
-    EQUAL,
-    FINAL,
-    NORM,
-    SPEED,
-    Curves,
-    Losses,
-    TechniqueVerdict,
-    final_losses,
-    judge,
-)
+from harness.tools.study.judge import EQUAL, Curves, differences, final_losses, judge
 from harness.tools.study.techniques import (
     CONTROL,
     ConvergeConfig,
@@ -39,7 +27,7 @@ from harness.tools.study.techniques import (
 )
 from harness.util.document import Block, Document, Figure
 from harness.util.errors import EXIT_OK, STOPPED, UserError
-from harness.util.plots import COLORS, new_figure, save, smoothed
+from harness.util.plots import COLORS, draw_band, new_panels, save, smoothed
 from harness.util.tables import Column, Table, to_text
 from harness.util.words import plural
 
@@ -60,119 +48,76 @@ COLUMNS = (
     Column("technique", "technique"),
     Column("ranks", "ranks", "d"),
     Column("seeds", "seeds", "d"),
-    Column("final_loss", "final loss", ".4f"),
-    Column("final", "difference", "+z.2%"),
-    Column("final_interval", "interval of difference"),
-    Column("speed", "learning speed", "+z.2%"),
-    Column("speed_interval", "interval of speed"),
-    Column("norm", "gradient norm", "+z.2%"),
-    Column("norm_interval", "interval of norm"),
+    Column("control loss", "final loss", ".4f"),
+    Column("final loss", "difference", "+z.2%"),
+    Column("final loss interval", "interval of difference"),
+    Column("learning speed", "learning speed", "+z.2%"),
+    Column("learning speed interval", "interval of speed"),
+    Column("gradient norm", "gradient norm", "+z.2%"),
+    Column("gradient norm interval", "interval of norm"),
     Column("verdict", "verdict"),
     Column("reason", "reason"),
+    Column("overrides", "overrides"),
 )
-_NARROW = ("technique", "final_loss", "final", "speed", "norm", "verdict", "reason")
-SHORT = tuple(column for column in COLUMNS if column.key in _NARROW)
+SHORT = tuple(each for each in COLUMNS if not each.key.endswith(("interval", "overrides")))
 """Columns of the table on the terminal."""
-_TYPED = (Column("technique", "technique"), Column("overrides", "overrides"))
 DIFFERENCES = "differences.png"
-_PREFIXES = {FINAL: "final", SPEED: "speed", NORM: "norm"}
-"""Beginning of the columns of each measure."""
-_COLUMNS = 4
-_WIDTH = 2.7
-_HEIGHT = 1.5
+_PANELS = 4
+"""In a line of the picture."""
 
 
 def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
     """Run what is missing, compare the curves and write the report."""
-    job.converge.validate(job)
+    config = job.converge
+    config.validate(job)
     techniques = compose_techniques(job, overrides)
     code = sweep(list(chain.from_iterable(technique.runs.values() for technique in techniques)))
     if code in STOPPED or job.cluster.dry_run:
         return code
-    compared = compare(techniques, job)
-    if not compared:
+    control, failed = read_curves(techniques[0])
+    if not control.losses:
+        if failed["verdict"] == FAILED:
+            raise UserError(f"the control failed: {failed['reason']}")
         sys.stderr.write(
             "no run of the control has ended; the same command again compares the curves\n"
         )
         return Result({"rows": [], "summary": [], "report": None}, code=code)
-    out = Path(job.converge.out or Path(job.runs_dir) / job.name / "converge")
+    rows = []
+    judged = []
+    for technique in techniques:
+        row, curves = compare(technique, control, config)
+        rows.append(row)
+        if curves.losses and technique.name != CONTROL:
+            judged.append((row, curves))
+    out = Path(config.out or Path(job.runs_dir) / job.name / "converge")
     command = shlex.join(["harness", "converge", *overrides])
-    made = report_of(job.name, compared, job.converge, out, command)
+    blocks: list[Block] = [Table(COLUMNS, rows, "Verdicts", [*_method(config), f"`{command}`"])]
+    if judged:
+        draw_differences(out / DIFFERENCES, control, judged, config)
+        text = "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
+        text += "bound of the final loss. The losses themselves: `harness report` of the folder of the runs."
+        blocks += ["## Paired differences", text, Figure(DIFFERENCES, "Paired differences")]
+    made = Document(job.name, summary_of(rows, config.seeds), blocks, rows)
     files = made.write(out, "tables.md", "table.csv", "index.html")
     lines = "".join(f"{line}\n" for line in (*made.summary, files[0]))
-    words = {each.word for each in compared} - {SKIPPED}
+    words = {row["verdict"] for row in rows} - {SKIPPED}
     return Result(
-        {"rows": made.rows, "summary": made.summary, "report": files[0]},
-        to_text(Table(SHORT, made.rows)) + lines,
+        {"rows": rows, "summary": made.summary, "report": files[0]},
+        to_text(Table(SHORT, rows)) + lines,
         code=EXIT_OK if words == {CONTROL, EQUAL} else EXIT_DIFFERS,
     )
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One technique with the curves of its completed runs, and its verdict if there is one."""
+def read_curves(technique: Technique, control: Curves | None = None) -> tuple[Curves, Row]:
+    """Read the curves of a technique, and why some are missing: columns ``verdict`` and ``reason``.
 
-    technique: Technique
-    curves: Curves | None = None
-    """None if it is skipped."""
-    missing: Mapping[int, str] = field(default_factory=dict)
-    """The reason for each seed without a curve."""
-    has_failed: bool = False
-    """Whether any of these runs ended with an error."""
-    verdict: TechniqueVerdict | None = None
-
-    @property
-    def word(self) -> str:
-        """The verdict in one word; a technique with a run that failed has no other."""
-        if self.technique.skipped:
-            return SKIPPED
-        if self.missing:
-            return FAILED if self.has_failed else INCOMPLETE
-        return CONTROL if self.verdict is None else self.verdict.word
-
-    @property
-    def reason(self) -> str:
-        """The measure that decided, or why there is no verdict."""
-        if self.technique.skipped:
-            return self.technique.skipped
-        if self.missing:
-            runs = plural(len(self.technique.runs), "run")
-            counts = Counter(self.missing.values())
-            return "; ".join(f"{reason} ({count} of {runs})" for reason, count in counts.items())
-        return "" if self.verdict is None else self.verdict.reason
-
-
-def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]:
-    """Compare the curves of all techniques with the control's, the first; empty if no run of it has ended.
-
-    Raises:
-        UserError: the control has failed with every seed that has ended.
-    """
-    control = read_curves(techniques[0])
-    assert control.curves is not None, "a control is never skipped"
-    if not control.curves.losses:
-        if control.has_failed:
-            raise UserError(f"the control failed: {next(iter(control.missing.values()))}")
-        return []
-    compared = [control]
-    for technique in techniques[1:]:
-        each = Compared(technique) if technique.skipped else read_curves(technique, control.curves)
-        if each.curves is not None and each.curves.losses:
-            each = replace(each, verdict=judge(control.curves, each.curves, job.converge))
-        compared.append(each)
-    return compared
-
-
-def read_curves(technique: Technique, control: Curves | None = None) -> Compared:
-    """Read the curves of a technique; those of other steps and seeds than the control's count as missing.
-
-    None reads the control itself, whose curves must have the steps of the first.
+    Curves of other steps and seeds than the control's count as missing. None reads the control
+    itself, whose curves must have the steps of the first.
     """
     steps = None if control is None else control.steps.tolist()
-    losses: dict[int, Losses] = {}
-    norms: dict[int, Losses] = {}
-    missing: dict[int, str] = {}
-    has_failed = False
+    found = Curves(np.array([], np.int64))
+    missing: list[str] = []
+    verdict = INCOMPLETE
     for seed, run in technique.runs.items():
         folder = RunFolder(run.job.run_dir)
         result = folder.row
@@ -180,94 +125,74 @@ def read_curves(technique: Technique, control: Curves | None = None) -> Compared
         if ended != "completed":
             message = " ".join(str(result.get("error.message", "")).split())
             words = [word for word in (result.get("error.kind", ended), message) if word]
-            missing[seed] = ": ".join(words) or folder.state or "not started"
-            has_failed |= ended == "failed"
+            missing.append(": ".join(words) or folder.state or "not started")
+            verdict = FAILED if ended == "failed" else verdict
             continue
         rows = [row for row in read_metrics(folder.path / METRICS) if "loss" in row]
         logged = [row["step"] for row in rows]
-        if steps is None:
-            steps = logged
-        values = np.array([row["loss"] for row in rows], np.float64)
+        steps = steps or logged
+        losses = np.array([row["loss"] for row in rows], np.float64)
+        norms = np.array([row["grad_norm"] for row in rows], np.float64)
         if logged != steps:
-            missing[seed] = "metrics.jsonl does not have the steps of the control"
-        elif not np.isfinite(values).all():
-            missing[seed] = "a loss is not finite"
-            has_failed = True
+            missing.append("metrics.jsonl does not have the steps of the control")
+        elif not np.isfinite(losses).all():
+            missing.append("a loss is not finite")
+            verdict = FAILED
         elif control is not None and seed not in control.losses:
-            missing[seed] = "the control has no curve of this seed"
+            missing.append("the control has no curve of this seed")
         else:
-            losses[seed] = values
-            sizes = np.array([row["grad_norm"] for row in rows], np.float64)
-            if np.isfinite(sizes).all() and sizes.all():  # a skipped step may have no finite norm
-                norms[seed] = sizes
-    curves = Curves(np.array(steps or [], np.int64), losses, not technique.differs_in, norms)
-    return Compared(technique, curves, missing, has_failed)
+            found.losses[seed] = losses
+            # A skipped step may have no finite norm.
+            if technique.has_same_numerics and np.isfinite(norms).all() and norms.all():
+                found.norms[seed] = norms
+    found = Curves(np.array(steps or [], np.int64), found.losses, found.norms)
+    if not missing:
+        return found, {}
+    counts = Counter(missing)
+    runs = plural(len(technique.runs), "run")
+    reason = "; ".join(f"{reason} ({count} of {runs})" for reason, count in counts.items())
+    return found, {"verdict": verdict, "reason": reason}
 
 
-def rows_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[Row]:
-    """Return a row for every technique; the first is the control."""
-    rows = []
-    for each in compared:
-        technique = each.technique
-        row: Row = {
-            "technique": technique.name,
-            "verdict": each.word,
-            "reason": each.reason,
-            "overrides": technique.overrides,
-        }
-        if each.curves is not None:
-            finals = list(final_losses(each.curves, config.smooth_steps).values())
-            row["ranks"] = technique.job.world_size
-            row["seeds"] = len(finals)
-            row["final_loss"] = statistics.fmean(finals) if finals else None
-        if each.verdict is not None:
-            row |= _measures(each.verdict)
-        rows.append(row)
-    return rows
+def compare(technique: Technique, control: Curves, config: ConvergeConfig) -> tuple[Row, Curves]:
+    """Return the row of a technique with its verdict, and its curves."""
+    row: Row = {"technique": technique.name, "overrides": technique.overrides}
+    if technique.skipped:
+        skipped = {"verdict": SKIPPED, "reason": technique.skipped}
+        return row | skipped, Curves(control.steps)
+    is_control = technique.name == CONTROL
+    curves, missing = read_curves(technique, None if is_control else control)
+    finals = final_losses(curves, config.smooth_steps).values()
+    row |= {
+        "ranks": next(iter(technique.runs.values())).job.world_size,
+        "seeds": len(finals),
+        "control loss": statistics.fmean(finals) if finals else None,
+        "verdict": CONTROL,
+        "reason": "",
+    }
+    if curves.losses and not is_control:
+        estimates = differences(control, curves, config)
+        for name, each in estimates.items():
+            row[name] = each.mean
+            row[f"{name} interval"] = f"{each.low:+z.2%} to {each.high:+z.2%}"
+            row[f"{name} of seeds"] = " ".join(f"{value:.6g}" for value in each.values)
+        row["verdict"], row["reason"] = judge(
+            estimates, config.bound, has_same_numerics=technique.has_same_numerics
+        )
+    # A technique with a run that failed or is missing has no other verdict.
+    return row | missing, curves
 
 
-def _measures(verdict: TechniqueVerdict) -> Row:
-    row: Row = {}
-    for measure, estimate in verdict.estimates.items():
-        name = _PREFIXES[measure]
-        row |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-        if len(estimate.values) > 1:
-            row[f"{name}_interval"] = f"{estimate.low:+z.2%} to {estimate.high:+z.2%}"
-        row[f"{name}_of_seeds"] = " ".join(f"{value:.6g}" for value in estimate.values)
-    return row
-
-
-def report_of(
-    title: str, compared: Sequence[Compared], config: ConvergeConfig, folder: Path, command: str
-) -> Document:
-    """Report on the techniques, the control first, and write the pictures into ``folder``."""
-    rows = rows_of(compared, config)
-    control = compared[0].curves
-    assert control is not None, "a control is never skipped"
-    judged = [each for each in compared if each.verdict is not None]
-    blocks: list[Block] = [Table(COLUMNS, rows, "Verdicts", _method(config))]
-    if judged:
-        draw_differences(folder / DIFFERENCES, control, judged, config)
-        text = "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
-        text += "bound of the final loss. The losses themselves: `harness report` of the folder of the runs."
-        blocks += ["## Paired differences", text, Figure(DIFFERENCES, "Paired differences")]
-    blocks.append(Table(_TYPED, rows, "Techniques", [f"`{command}`", *_provenance(compared[0])]))
-    return Document(title, summary_of(compared, config), blocks, rows)
-
-
-def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str]:
+def summary_of(rows: Sequence[Row], seeds: Sequence[int]) -> list[str]:
     """Return the number of techniques by verdict, and the techniques that are not equal."""
-    counts = Counter(each.word for each in compared[1:])
+    counts = Counter(row["verdict"] for row in rows[1:])
     counted = ", ".join(f"{count} {word}" for word, count in counts.items())
-    seeds = f"seed{'s' if len(config.seeds) > 1 else ''} {', '.join(map(str, config.seeds))}"
-    lines = [f"Against the control, {seeds}: {counted}."]
-    named: dict[tuple[str, str], list[str]] = {}
-    for each in compared:
-        if each.word not in (CONTROL, EQUAL, SKIPPED):
-            named.setdefault((each.word, each.reason), []).append(each.technique.name)
-    for (word, reason), names in named.items():
-        lines.append(f"{', '.join(names)}: {word} ({reason}).")
-    return lines
+    lines = [f"Against the control, seeds {', '.join(map(str, seeds))}: {counted}."]
+    named: dict[str, list[str]] = {}
+    for row in rows:
+        if row["verdict"] not in (CONTROL, EQUAL, SKIPPED):
+            named.setdefault(f"{row['verdict']} ({row['reason']})", []).append(row["technique"])
+    return lines + [f"{', '.join(names)}: {words}." for words, names in named.items()]
 
 
 def _method(config: ConvergeConfig) -> list[str]:
@@ -280,48 +205,36 @@ def _method(config: ConvergeConfig) -> list[str]:
         "squares over all steps, weighted by 1 / step);\n"
         "- gradient norm: over the control's, mean of all steps, weighted by 1 / step; for "
         "techniques that claim the control's numerics.",
-        "Equal: the intervals of all measures are within their bounds: "
-        f"{config.final_bound:.1%} of the final loss, {config.speed_bound:.1%} of the learning speed, "
-        f"{config.norm_bound:.1%} of the gradient norm. Worse, better: an interval is beyond its bound as a "
-        "whole. Different: the same, where the technique claims the control's numerics. Otherwise undecided: "
-        "needs more seeds.",
+        f"Equal: the intervals of all measures are within the bound of {config.bound:.1%}. Worse, better: an "
+        "interval is beyond it as a whole. Different: the same, where the technique claims the control's "
+        "numerics. Otherwise undecided: needs more seeds.",
     ]
 
 
-def _provenance(control: Compared) -> list[str]:
-    row = RunFolder(control.technique.job.run_dir).row
-    facts = [str(row[key]) for key in ("device", "host.system") if row.get(key)]
-    for package in ("torch", "torchao"):
-        version = row.get(f"code.versions.{package}")
-        if version:
-            facts.append(f"{package} {version}")
-    return [f"Ran on {', '.join(facts)}."] if row else []
-
-
 def draw_differences(
-    path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig
+    path: Path, control: Curves, judged: Sequence[tuple[Row, Curves]], config: ConvergeConfig
 ) -> None:
     """Plot the relative difference from the control, paired by seed: mean and range of seeds."""
-    lines = ceil(len(judged) / _COLUMNS)
-    figure = new_figure(_COLUMNS * _WIDTH, lines * _HEIGHT + 0.4)
-    panels = figure.subplots(lines, _COLUMNS, sharex=True, sharey=True, squeeze=False)
-    bound = 100 * config.final_bound
-    for axis, each in zip(panels.flat, judged, strict=False):
-        assert each.curves is not None
-        percent = [
-            100 * (own / control.losses[seed] - 1) for seed, own in each.curves.losses.items()
-        ]
-        smooth = [smoothed(curve.tolist(), config.smooth_steps) for curve in percent]
-        color = COLORS["predicted"] if each.word == EQUAL else COLORS["measured"]
+    lines = -(-len(judged) // _PANELS)
+    figure, panels = new_panels(
+        lines, _PANELS, 2.7 * _PANELS, 1.5 * lines + 0.4, sharex=True, sharey=True
+    )
+    bound = 100 * config.bound
+    for axis, (row, curves) in zip(panels.flat, judged, strict=False):
+        percent = []
+        for seed, losses in curves.losses.items():
+            difference = 100 * (losses / control.losses[seed] - 1)
+            percent.append(smoothed(difference.tolist(), config.smooth_steps))
+        lines_of_seeds = (
+            np.mean(percent, axis=0),
+            np.min(percent, axis=0),
+            np.max(percent, axis=0),
+        )
+        color = COLORS["predicted"] if row["verdict"] == EQUAL else COLORS["measured"]
         axis.axhspan(-bound, bound, color="#eeeeee", linewidth=0)
-        low = np.min(smooth, axis=0)
-        high = np.max(smooth, axis=0)
-        axis.fill_between(control.steps, low, high, color=color, alpha=0.3, linewidth=0)
-        axis.plot(control.steps, np.mean(smooth, axis=0), color=color, linewidth=1)
+        draw_band(axis, control.steps, lines_of_seeds, color, linewidth=1)
         axis.axhline(0, color="black", linewidth=0.5)
-        axis.set_title(f"{each.technique.name}: {each.word}", fontsize=8)
-        axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_title(f"{row['technique']}: {row['verdict']}", fontsize=8)
     for axis in panels.flat[len(judged) :]:
         axis.set_visible(False)
     figure.supxlabel("step", fontsize=8)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
@@ -20,7 +21,7 @@ from harness.model.architecture import require_decoder
 from harness.util.encoding import dumps
 from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.files import write_atomically
-from harness.util.plots import COLORS, new_figure, save
+from harness.util.plots import COLORS, new_panels, save
 from harness.util.tables import Column, Table, to_text
 from harness.util.words import plural
 
@@ -226,53 +227,40 @@ def draw(
 
     kinds = list(dict.fromkeys(each.kind for each in activations))
     last = max(each.step for each in activations)
+    widths = sorted({each.width for each in activations})
     colors = matplotlib.colormaps["viridis_r"]
-    figure = new_figure(_INCHES * len(kinds), _INCHES * len(_ROWS) + 0.7)
-    panels = figure.subplots(len(_ROWS), len(kinds), sharex=True, squeeze=False)
-    for row, (name, words) in zip(panels, _ROWS, strict=True):
-        row[0].set_ylabel(words, fontsize=8)
-        for axis, kind in zip(row, kinds, strict=True):
-            _draw_kind(
-                axis, [each for each in activations if each.kind == kind], name, last, colors
-            )
-            of_kind = [each for each in found if each.kind == kind]
-            slopes = [each.slope if name == "rms" else each.change_slope for each in of_kind]
-            worst = max(slopes) if name == "rms" else max(slopes, key=abs)
-            heading = (
-                f"{kind}\nexponent {worst:+.2f}" if name == "rms" else f"exponent {worst:+.2f}"
-            )
-            passed = all(each.word == STEADY for each in of_kind)
-            axis.set_title(heading, fontsize=8, color="black" if passed else COLORS["measured"])
-    for axis in panels[-1]:
-        axis.set_xlabel("width", fontsize=8)
-    steady = sum(each.word == STEADY for each in found)
-    figure.suptitle(
-        f"{title}: {steady} of {len(found)} modules steady (bound {bound:g})", fontsize=10
+    figure, panels = new_panels(
+        len(_ROWS), len(kinds), _INCHES * len(kinds), _INCHES * len(_ROWS) + 0.7, sharex=True
     )
+    for kind, column in zip(kinds, panels.T, strict=True):
+        of_kind = [each for each in found if each.kind == kind]
+        passed = all(each.word == STEADY for each in of_kind)
+        worst = {
+            "rms": max(each.slope for each in of_kind),
+            "change": max((each.change_slope for each in of_kind), key=abs),
+        }
+        for axis, (name, words) in zip(column, _ROWS, strict=True):
+            lines = defaultdict(list)
+            for each in activations:
+                if each.kind == kind and (each.step or name == "rms"):
+                    lines[each.module, each.step].append((each.width, getattr(each, name)))
+            for (_, step), points in lines.items():
+                color = colors(step / max(1, last))
+                axis.plot(*zip(*sorted(points), strict=True), color=color, linewidth=0.8)
+            axis.set(xscale="log", yscale="log", xlabel="width", ylabel=words)
+            axis.set_xticks(widths, map(str, widths))
+            axis.minorticks_off()
+            axis.label_outer()
+            # A power of at least 2 in view, so that noise does not look like a trend.
+            low, high = axis.get_ylim()
+            middle = (low * high) ** 0.5
+            axis.set_ylim(min(low, middle / 3), max(high, middle * 3))
+            of_title = "black" if passed else COLORS["measured"]
+            axis.set_title(f"{kind}\nexponent {worst[name]:+.2f}", fontsize=8, color=of_title)
+    steady = sum(each.word == STEADY for each in found)
     scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, last), colors)
     figure.colorbar(scale, ax=panels, label="step", ticks=range(last + 1), shrink=0.6, pad=0.01)
-    save(figure, path)
-
-
-def _draw_kind(
-    axis: Any, activations: Sequence[Activation], name: str, last: int, colors: Any
-) -> None:
-    """Draw the field ``name`` of one kind of module."""
-    for module in dict.fromkeys(each.module for each in activations):
-        for step in range(1 if name == "change" else 0, last + 1):
-            own = [each for each in activations if each.module == module and each.step == step]
-            points = sorted((each.width, getattr(each, name)) for each in own)
-            axis.plot(*zip(*points, strict=True), color=colors(step / max(1, last)), linewidth=0.8)
-    axis.set(xscale="log", yscale="log")
-    widths = sorted({each.width for each in activations})
-    axis.set_xticks(widths, map(str, widths), fontsize=7)
-    axis.minorticks_off()
-    axis.tick_params(labelsize=7)
-    # A power of at least 2 in view, so that noise does not look like a trend.
-    low, high = axis.get_ylim()
-    middle = (low * high) ** 0.5
-    axis.set_ylim(min(low, middle / 3), max(high, middle * 3))
-    axis.spines[["top", "right"]].set_visible(False)
+    save(figure, path, f"{title}: {steady} of {len(found)} modules steady (bound {bound:g})")
 
 
 VERB = Verb("coordcheck", coordcheck, help=HELP, job=CoordCheckJob, has_json=True, is_alone=True)

@@ -23,6 +23,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,57 +45,16 @@ SLOPE_WIDTH = 0.3
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Mean of values, one per seed, with its interval by Student's t, and the bound of equality."""
-
-    mean: float
-    low: float
-    """Lower end of the confidence interval of level ``1 - 2 * level``."""
-    high: float
-    values: tuple[float, ...]
-    bound: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], bound: float, level: float) -> Estimate:
-        """Estimate the mean; a single value has an infinite interval."""
-        from scipy.special import stdtrit
-
-        mean = statistics.fmean(values)
-        half = math.inf
-        if len(values) > 1:
-            error = statistics.stdev(values) / math.sqrt(len(values))
-            half = float(stdtrit(len(values) - 1, 1 - level)) * error
-        return cls(mean, mean - half, mean + half, tuple(values), bound)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the whole interval is within the bound.
-
-        This is the equivalence test by two one-sided tests at ``level`` each (Schuirmann 1987, "A
-        comparison of the two one-sided tests procedure and the power approach", J. Pharmacokinetics
-        and Biopharm. 15).
-        """
-        return -self.bound <= self.low and self.high <= self.bound
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether the whole interval is beyond the bound, on one side."""
-        return self.low > self.bound or self.high < -self.bound
-
-
-@dataclass(frozen=True)
 class Curves:
     """Losses of one technique, and gradient norms where they are known: by seed, each of shape [T].
 
     Args:
         steps: the steps at which losses were logged, ascending, shape [T].
-        same_numerics: whether the technique claims to compute the control's numbers.
     """
 
     steps: NDArray[np.int64]
-    losses: Mapping[int, Losses]
-    same_numerics: bool = False
-    norms: Mapping[int, Losses] = field(default_factory=dict)
+    losses: dict[int, Losses] = field(default_factory=dict)
+    norms: dict[int, Losses] = field(default_factory=dict)
 
     @cached_property
     def slope(self) -> Losses:
@@ -102,77 +62,79 @@ class Curves:
         return slope_of(self.steps, np.mean(list(self.losses.values()), axis=0))
 
 
-@dataclass(frozen=True)
-class TechniqueVerdict:
-    """Result of comparing one technique with the control.
+class Estimate(NamedTuple):
+    """Mean of values, one per seed, and the ends of its interval of level ``1 - 2 * level``."""
 
-    Attributes:
-        word: ``equal``, ``worse``, ``better``, ``different`` or ``undecided``.
-        estimates: differences by measure: of ``FINAL`` a positive one is worse, of ``SPEED`` a
-            negative one.
-        reason: the measure that decided.
+    values: Sequence[float]
+    mean: float
+    low: float
+    high: float
+
+    def is_inside(self, bound: float) -> bool:
+        """Whether the whole interval is within the bound.
+
+        This is the equivalence test by two one-sided tests at ``level`` each (Schuirmann 1987, "A
+        comparison of the two one-sided tests procedure and the power approach", J. Pharmacokinetics
+        and Biopharm. 15).
+        """
+        return -bound <= self.low and self.high <= bound
+
+    def is_outside(self, bound: float) -> bool:
+        """Whether the whole interval is beyond the bound, on one side."""
+        return self.low > bound or self.high < -bound
+
+
+def estimate(values: Sequence[float], level: float) -> Estimate:
+    """Estimate the mean, with Student's t; a single value has an infinite interval."""
+    from scipy.special import stdtrit
+
+    mean = statistics.fmean(values)
+    half = math.inf
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        half = float(stdtrit(len(values) - 1, 1 - level)) * error
+    return Estimate(values, mean, mean - half, mean + half)
+
+
+def differences(control: Curves, curves: Curves, config: ConvergeConfig) -> dict[str, Estimate]:
+    """Return the paired differences of a technique, by measure; of at least one seed of the control.
+
+    Of ``FINAL`` a positive one is worse, of ``SPEED`` a negative one.
     """
+    weights = 1 / control.steps
+    finals = final_losses(control, config.smooth_steps)
+    measured: dict[str, list[float]] = {FINAL: [], SPEED: [], NORM: []}
+    for seed, final in final_losses(curves, config.smooth_steps).items():
+        measured[FINAL].append(final / finals[seed] - 1)
+        apart = curves.losses[seed] - control.losses[seed]
+        measured[SPEED].append(lead(control.steps, apart, control.slope))
+        if seed in curves.norms and seed in control.norms:
+            ratios = curves.norms[seed] / control.norms[seed]
+            measured[NORM].append(float(np.average(ratios - 1, weights=weights)))
+    return {name: estimate(values, config.level) for name, values in measured.items() if values}
 
-    word: str
-    estimates: dict[str, Estimate]
-    reason: str
 
+def judge(
+    estimates: Mapping[str, Estimate], bound: float, *, has_same_numerics: bool
+) -> tuple[str, str]:
+    """Return the verdict in a word, and the measure that decided or why none did.
 
-def judge(control: Curves, curves: Curves, config: ConvergeConfig) -> TechniqueVerdict:
-    """Compare a technique with the control, by itself: there is no correction for the number of techniques.
-
-    It is equal if the intervals of all measures are within their bounds. As all must be, one that
-    is not equal is called equal with probability ``level`` at most, however many measures there are
+    A technique is judged by itself: there is no correction for the number of techniques. It is
+    equal if the intervals of all measures are within the bound. As all must be, one that is not
+    equal is called equal with probability ``level`` at most, however many measures there are
     (Berger 1982, "Multiparameter hypothesis testing and acceptance sampling", Technometrics 24). It
-    differs if the interval of one measure is beyond its bound as a whole. Otherwise it is
+    differs if the interval of one measure is beyond the bound as a whole. Otherwise it is
     undecided.
-
-    Args:
-        curves: at least one seed, all of them seeds of the control.
     """
-    estimates = measure(control, curves, config)
-    word, reason = decide(estimates, same_numerics=curves.same_numerics)
-    return TechniqueVerdict(word, estimates, reason)
-
-
-def measure(control: Curves, curves: Curves, config: ConvergeConfig) -> dict[str, Estimate]:
-    """Return the paired differences of a technique, by measure."""
-    steps = control.steps
-    finals = final_losses(curves, config.smooth_steps)
-    finals_of_control = final_losses(control, config.smooth_steps)
-    differences = []
-    leads = []
-    for seed, losses in curves.losses.items():
-        differences.append(finals[seed] / finals_of_control[seed] - 1)
-        leads.append(lead(steps, losses - control.losses[seed], control.slope))
-    found = {
-        FINAL: Estimate.of(differences, config.final_bound, config.level),
-        SPEED: Estimate.of(leads, config.speed_bound, config.level),
-    }
-    norms = []
-    for seed, own in curves.norms.items():
-        if seed in control.norms:
-            norms.append(float(np.average(own / control.norms[seed] - 1, weights=1 / steps)))
-    if norms and curves.same_numerics:
-        found[NORM] = Estimate.of(norms, config.norm_bound, config.level)
-    return found
-
-
-def decide(estimates: Mapping[str, Estimate], *, same_numerics: bool) -> tuple[str, str]:
-    """Return the verdict and the measure that decided, or why none did."""
-    for name, estimate in estimates.items():
-        if not estimate.is_outside:
-            continue
-        # A technique that claims the control's numbers and differs does not compute them.
-        if same_numerics:
-            return DIFFERENT, name
-        is_worse = estimate.mean > 0 if name == FINAL else estimate.mean < 0
-        return WORSE if is_worse else BETTER, name
-    unsure = [name for name, estimate in estimates.items() if not estimate.is_inside]
+    for name, each in estimates.items():
+        if each.is_outside(bound):
+            # A technique that claims the control's numbers and differs does not compute them.
+            if has_same_numerics:
+                return DIFFERENT, name
+            return WORSE if (each.mean > 0) == (name == FINAL) else BETTER, name
+    unsure = [name for name, each in estimates.items() if not each.is_inside(bound)]
     if not unsure:
         return EQUAL, ""
-    if len(estimates[FINAL].values) < 2:
-        return UNDECIDED, "one seed; needs more seeds"
     return UNDECIDED, f"interval of {' and '.join(unsure)} exceeds the bound; needs more seeds"
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize
 from tiers import THOROUGH
 
 from harness.compose.composer import Composed, compose_points
@@ -19,15 +16,11 @@ from harness.compose.scale import count
 from harness.compose.verb import guarded
 from harness.launch.rows import KEPT, as_planned, read_kept
 from harness.model.accounting import account
-from harness.tools.report.fit_plots import draw_isoflop
 from harness.tools.report.fits import fits_of
 from harness.tools.report.power_laws import (
     CHINCHILLA,
     COMPUTE,
-    HUBER,
-    MANY,
     Fit,
-    Interval,
     budgets,
     fit,
     fit_frontier,
@@ -62,35 +55,12 @@ def coverage(made: Fit, truth: dict[str, float]) -> list[bool]:
     return [value in made.estimate(name) for name, value in truth.items()]
 
 
-@pytest.mark.parametrize("count", [30, MANY])
-def test_without_noise_the_truth_is_found(count):
-    variables, losses = chinchilla(0, count, noise=0.0)
+def test_without_noise_the_truth_is_found():
+    variables, losses = chinchilla(0, 30, noise=0.0)
     made = fit(CHINCHILLA, variables, losses, replicates=2)
     for name, value in TRUTH.items():
         assert made.values[name] == pytest.approx(value, rel=1e-3), name
     assert made.rms < 1e-6
-
-
-def test_the_minimum_is_no_higher_than_scipys():
-    """The objective of arXiv:2203.15556, approach 3, by L-BFGS from a grid of starts, as there."""
-    variables, losses = chinchilla(1, 60, noise=0.01)
-    logs, targets = np.log(variables), np.log(losses)
-
-    def objective(values: Any) -> float:
-        a, b, e, alpha, beta = values
-        terms = [a - alpha * logs[:, 0], b - beta * logs[:, 1], np.full(len(logs), e)]
-        size = np.abs(targets - np.logaddexp.reduce(terms))
-        return float(np.where(size <= HUBER, size**2 / 2, HUBER * (size - HUBER / 2)).sum())
-
-    starts = product((5, 10), (5, 10), (0.5,), (0.3, 0.6), (0.3,))
-    found = [
-        minimize(objective, start, method="L-BFGS-B", options={"ftol": 1e-14}) for start in starts
-    ]
-    made = fit(CHINCHILLA, variables, losses, replicates=2)
-    assert made.objective <= min(each.fun for each in found) * (1 + 1e-6)
-    ours = [np.log(made.values[name]) for name in ("A", "B", "E")]
-    ours += [made.values["alpha"], made.values["beta"]]
-    assert objective(ours) == pytest.approx(made.objective, rel=1e-9), "it is the same objective"
 
 
 def test_intervals_contain_the_published_truth():
@@ -120,15 +90,6 @@ def test_intervals_of_few_points_are_wide_enough():
     assert np.mean(inside, axis=0).min() >= least and np.mean(predicted) >= least
     # An interval that always contains the truth says nothing.
     assert np.mean(predicted) <= 0.999 or not THOROUGH
-
-
-def test_outliers_move_a_fit_of_many_points_little():
-    variables, losses = chinchilla(2, 100, noise=0.002)
-    spoilt = losses.copy()
-    spoilt[:5] *= 1.5
-    clean, made = (fit(CHINCHILLA, variables, each, replicates=2) for each in (losses, spoilt))
-    assert made.values["alpha"] == pytest.approx(clean.values["alpha"], rel=0.03)
-    assert made.values["E"] == pytest.approx(clean.values["E"], rel=0.02)
 
 
 def test_too_few_points_are_refused():
@@ -184,14 +145,6 @@ def test_what_parabolas_do_not_determine_is_said():
     assert fit_frontier(flops[:3], sizes[:3], losses[:3]) is None
 
 
-def test_a_minimum_outside_of_its_interval_is_drawn(tmp_path):
-    """As by rounding, if the losses have no noise: a bar has no negative length."""
-    found = fit_frontier(*isoflop(noise=2e-3))
-    assert found is not None and found.parabolas[0].best is not None
-    found.parabolas[0] = replace(found.parabolas[0], best=Interval(1e8, low=1e8 + 1e-6, high=2e8))
-    assert draw_isoflop(tmp_path / "isoflop.png", "exact", found) == "isoflop.png"
-
-
 Row = dict[str, Any]
 JOB = [
     "model=llama3_8b",
@@ -240,14 +193,12 @@ def test_a_ladder_is_fitted_to_compute_and_predicts(tmp_path, capsys):
     assert "`scale.parameters=1.6B`" in out and "inside the 95% interval" in out
     assert "`scale.parameters=3.2B`" in out and "not measured yet" in out
     found = fits_of(rows, hold_out=1)
-    assert found.law is not None and found.law.law is COMPUTE and found.by_parameters is None
+    assert found.law is not None and found.law.law is COMPUTE and not found.frontiers
     held, planned = found.forecasts
-    assert (
-        held.run.loss is not None and held.run.loss in held.predicted and planned.run.loss is None
-    )
-    assert held.error == pytest.approx(held.run.loss / held.predicted.value - 1)
+    assert held["inside"] and held["low"] < held["loss"] < held["high"] and planned["loss"] is None
+    assert held["error"] == pytest.approx(held["loss"] / held["predicted"] - 1)
     text = (tmp_path / "made" / "report" / "fits.md").read_text()
-    assert f"| scale.parameters=1.6B | {held.run.parameters:,} |" in text
+    assert f"| scale.parameters=1.6B | {held['N']:,} |" in text
     assert "![Law](fits_law.png)" in text
     assert (tmp_path / "made" / "report" / "fits_law.png").stat().st_size > 10_000
 
@@ -256,7 +207,7 @@ def test_the_compute_of_a_run_is_that_of_mfu():
     point = points_of(*LADDER)[0]
     row = as_planned("", point.job, []) | {"state": "completed", "tokens": 12_345, "loss": 3.0}
     [found] = fits_of([row]).runs
-    assert found.flops == account(point.job.model, 4096).flops_per_token_full * 12_345
+    assert found["C"] == account(point.job.model, 4096).flops_per_token_full * 12_345
 
 
 def test_isoflop_runs_determine_chinchillas_law(tmp_path, capsys):
@@ -264,7 +215,7 @@ def test_isoflop_runs_determine_chinchillas_law(tmp_path, capsys):
     assert run(tmp_path / "made", rows, "--fits", "--json") == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
     found = fits_of(rows)
-    assert found.law is not None and found.law.law is CHINCHILLA and found.by_parameters is not None
+    assert found.law is not None and found.law.law is CHINCHILLA and "N" in found.frontiers
     for name, value in (("E", 1.8172), ("alpha", 0.3478), ("beta", 0.3658)):
         assert value in found.law.estimate(name), name
     assert any("the best N grows as C^" in line for line in summary)
@@ -296,6 +247,8 @@ def test_losses_that_cannot_be_compared_are_refused():
         UserError, match=r"^training.seq_len: is 4096 in .* and 2048 in .*; would work: a fol"
     ):
         fits_of([*rows[:-1], {**rows[-1], "job.training.seq_len": 2048}])
+    with pytest.raises(UserError, match=r"its row has no tokens; would work"):
+        fits_of([{name: value for name, value in row.items() if name != "tokens"} for row in rows])
     with pytest.raises(
         UserError, match=r"--hold-out=7: .* 7 different computes.*would work: --hold-out 6"
     ):
@@ -306,9 +259,8 @@ def test_the_ladder_that_ran_predicts_its_largest_size():
     """The committed text is that of the committed rows; six sizes are fitted, a larger one is held out."""
     folder = Path(__file__).parents[3] / "experiments" / "ladder"
     found = fits_of(read_kept(folder), hold_out=1)
-    assert len({run.parameters for run in found.runs}) >= 6
+    assert len({run["N"] for run in found.runs}) >= 6
     [held] = found.forecasts
-    assert held.run.flops > 2 * max(run.flops for run in found.runs)
-    assert held.run.loss is not None and held.run.loss in held.predicted
+    assert held["C"] > 2 * max(run["C"] for run in found.runs) and held["inside"]
     text = (folder / "fits.md").read_text()
-    assert f"measured {held.run.loss:.4f} ({held.error:+.2%}), inside the 95% interval" in text
+    assert f"measured {held['loss']:.4f} ({held['error']:+.2%}), inside the 95% interval" in text

@@ -316,7 +316,7 @@ def test_losses_of_runs(tmp_path, monkeypatch):
         ]
         (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
     figures: list[Any] = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
     control = "lr=0.001 (2 seeds)"
     for smooth, seeds in ((1, [3.1, 2.1, 1.6]), (2, [3.1, 2.6, 1.85])):
         assert plots.losses(tmp_path / "x.png", "t", load(tmp_path), smooth)
@@ -342,10 +342,9 @@ FALLING = [9.0, 6.0, 4.0, *(3 - 0.02 * step for step in range(47))]
 @pytest.mark.parametrize(
     ("losses", "above"),
     [
-        ([[5.944, 6.079, 5.931, 6.1, 6.045, 6.001]], None),  # it does not fall
-        ([FALLING], "1 point above"),
-        ([FALLING, [*FALLING[:20], *(1e4 for _ in range(30))]], "32 points above"),  # one diverges
-        ([FALLING[:1]], None),
+        ([FALLING], 1),
+        ([FALLING, [*FALLING[:20], *(1e4 for _ in range(30))]], 32),  # one diverges
+        ([FALLING[:1]], 0),
     ],
 )
 def test_what_a_picture_of_losses_leaves_out(losses, above, tmp_path, monkeypatch):
@@ -358,9 +357,7 @@ def test_what_a_picture_of_losses_leaves_out(losses, above, tmp_path, monkeypatc
         ]
         (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
     figures: list[Any] = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
     assert plots.losses(tmp_path / "x.png", "t", load(tmp_path))
     axis = figures[0].axes[0]
-    assert [text.get_text() for text in axis.texts] == ([] if above is None else [above])
-    outside = sum(value > axis.get_ylim()[1] for run in losses for value in run)
-    assert outside == int((above or "0").split()[0])
+    assert sum(value > axis.get_ylim()[1] for run in losses for value in run) == above

@@ -29,7 +29,7 @@ JOB = (
 )
 GONE = {"exit_reason": "failed", "error.kind": "node", "error.message": "gone"}
 OPTIONS = (
-    *("converge.seeds=[1,2]", "converge.smooth_steps=4", "converge.speed_bound=0.1"),
+    *("converge.seeds=[1,2]", "converge.smooth_steps=4", "converge.bound=0.1"),
     "converge.only=[bf16,async_tp,recompute_full]",
 )
 
@@ -121,10 +121,10 @@ def test_command(
         "recompute_full": "equal",
         "async_tp": "skipped",
     }
-    assert float(found["recompute_full"]["final"]) == 0.0
-    assert float(found["bf16"]["final"]) != 0.0
-    assert found["bf16"]["norm"] == "", "it does not claim the control's numbers"
-    assert float(found["recompute_full"]["norm"]) == 0.0
+    assert float(found["recompute_full"]["final loss"]) == 0.0
+    assert float(found["bf16"]["final loss"]) != 0.0
+    assert found["bf16"]["gradient norm"] == "", "it does not claim the control's numbers"
+    assert float(found["recompute_full"]["gradient norm"]) == 0.0
     out = capsys.readouterr().out
     assert "Against the control, seeds 1, 2: 2 equal, 1 skipped." in out
     folder = tmp_path / "c" / "converge"

@@ -18,8 +18,9 @@ from harness.tools.study.judge import (
     UNDECIDED,
     WORSE,
     Curves,
-    Estimate,
     Losses,
+    differences,
+    estimate,
     judge,
     lead,
     slope_of,
@@ -28,6 +29,7 @@ from harness.tools.study.techniques import ConvergeConfig
 
 STEPS = np.arange(1, 121)
 CONFIG = ConvergeConfig()
+BOUND = CONFIG.bound
 EXPERIMENTS, TECHNIQUES, SEEDS = 60, 8, 3
 
 
@@ -64,6 +66,11 @@ def experiment(
     return runs(0.0, 0.0, 0.0), techniques
 
 
+def verdict(control: Curves, curves: Curves, *, same: bool = False) -> tuple[str, str]:
+    estimates = differences(control, curves, CONFIG)
+    return judge(estimates, BOUND, has_same_numerics=same)
+
+
 @functools.cache
 def rates(**differences: float) -> Counter[str]:
     """Return the share of each verdict."""
@@ -71,7 +78,7 @@ def rates(**differences: float) -> Counter[str]:
     words: Counter[str] = Counter()
     for _ in range(EXPERIMENTS):
         control, techniques = experiment(random, **differences)
-        words.update(judge(control, curves, CONFIG).word for curves in techniques.values())
+        words.update(verdict(control, curves)[0] for curves in techniques.values())
     return Counter({word: count / EXPERIMENTS / TECHNIQUES for word, count in words.items()})
 
 
@@ -106,16 +113,13 @@ def test_shares_of_verdicts(differences, word, least, most):
 def test_who_claims_the_same_numbers_and_differs_is_different(offset):
     """Whether it would be worse or better."""
     control, techniques = experiment(np.random.default_rng(1), drift=0.001, offset=offset)
-    claiming = replace(techniques["0"], same_numerics=True)
-    verdict = judge(control, claiming, CONFIG)
-    assert (verdict.word, verdict.reason) == (DIFFERENT, "final loss")
+    assert verdict(control, techniques["0"], same=True) == (DIFFERENT, "final loss")
 
 
 def test_one_seed_is_undecided():
     control, techniques = experiment(np.random.default_rng(2), drift=0.001, speed=0.5)
     single = replace(techniques["0"], losses={0: techniques["0"].losses[0]})
-    verdict = judge(control, single, CONFIG)
-    assert (verdict.word, verdict.reason) == (UNDECIDED, "one seed; needs more seeds")
+    assert verdict(control, single)[0] == UNDECIDED
 
 
 def test_lead_is_the_speed():
@@ -130,42 +134,30 @@ def test_slope():
     assert slope_of(STEPS, 5 - 0.3 * np.log(STEPS)) == pytest.approx(np.full(len(STEPS), -0.3))
 
 
-def same_bits(control: Curves) -> Curves:
-    return Curves(
-        STEPS, {seed: losses.copy() for seed, losses in control.losses.items()}, same_numerics=True
-    )
-
-
 def test_same_bits_are_equal():
     """Differences without variance do not divide by zero."""
     control, _ = experiment(np.random.default_rng(5), drift=0.0)
-    verdict = judge(control, same_bits(control), CONFIG)
-    assert verdict.word == EQUAL
-    assert {estimate.mean for estimate in verdict.estimates.values()} == {0.0}
+    same = differences(control, control, CONFIG)
+    assert judge(same, BOUND, has_same_numerics=True) == (EQUAL, "")
+    assert {estimate.mean for estimate in same.values()} == {0.0}
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1.001, EQUAL), (1.02, DIFFERENT)])
 def test_norms_differ_with_equal_losses(factor, word):
     control, _ = experiment(np.random.default_rng(8), drift=0.0)
-    control = replace(same_bits(control), norms=control.losses)
-    norms = {seed: factor * norms for seed, norms in control.norms.items()}
-    scaled = replace(control, norms=norms)
-    claiming = judge(control, scaled, CONFIG)
-    assert claiming.word == word
-    assert claiming.estimates[NORM].mean == pytest.approx(factor - 1)
-    other = judge(control, replace(scaled, same_numerics=False), CONFIG)
-    assert other.word == EQUAL and NORM not in other.estimates
+    control = replace(control, norms=control.losses)
+    scaled = replace(control, norms={seed: factor * norms for seed, norms in control.norms.items()})
+    assert verdict(control, scaled, same=True)[0] == word
+    assert differences(control, scaled, CONFIG)[NORM].mean == pytest.approx(factor - 1)
+    assert NORM not in differences(control, replace(scaled, norms={}), CONFIG)
 
 
 def test_an_interval_is_inside_outside_or_neither():
     """Mean 2, standard error 1/sqrt(3), two degrees of freedom."""
-    estimate = Estimate.of([1.0, 2.0, 3.0], 4.0, 0.05)
+    found = estimate([1.0, 2.0, 3.0], 0.05)
     half = 2.919986 / math.sqrt(3)
-    assert (estimate.low, estimate.mean, estimate.high) == pytest.approx(
-        (2 - half, 2, 2 + half), rel=1e-6
-    )
-    assert estimate.is_inside and not estimate.is_outside
-    straddling = replace(estimate, bound=3.0)
-    assert not straddling.is_inside and not straddling.is_outside
-    assert replace(estimate, bound=0.3).is_outside
-    assert Estimate.of([-1.0, -2.0, -3.0], 0.3, 0.05).is_outside
+    assert found[1:] == pytest.approx((2, 2 - half, 2 + half), rel=1e-6)
+    assert found.is_inside(4.0) and not found.is_outside(4.0)
+    assert not found.is_inside(3.0) and not found.is_outside(3.0)
+    assert found.is_outside(0.3)
+    assert estimate([-1.0, -2.0, -3.0], 0.05).is_outside(0.3)
