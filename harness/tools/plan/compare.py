@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,11 @@ from harness.config.job import Job
 from harness.metrics.console import progress
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
-from harness.tools.plan.plan import KINDS, PARTS, Plan
+from harness.tools.plan.plan import KINDS, PARTS, Plan, Speed
 from harness.tools.plan.render import as_dict, devices, figure_columns, in_short, mesh_of, part_name
 from harness.util.errors import ConfigError, UserError, as_typed
 from harness.util.tables import Column, Table, aligned_facts, to_text
-from harness.util.words import counted, dollars, figure, gib, seconds, shortened, summed
+from harness.util.words import counted, dollars, figure, formatted, gib, seconds, shortened, summed
 
 REASON_CHARS = 120
 VALUE_CHARS = 40
@@ -47,34 +47,32 @@ def compare(points: list[Composed]) -> Result:
         raise UserError(points[0].reason)
     for name in ONE_PLAN:
         if value := getattr(legal[0], name):
-            raise ConfigError(
-                name, value, "works on one job, and -m has several", f"{name} without -m"
-            )
+            rule = "works on one job, and -m has several"
+            raise ConfigError(name, value, rule, f"{name} without -m")
     common = set.intersection(*(set(point.overrides) for point in points))
     plans = list[Plan]()
     data = list[dict[str, Any]]()
     rows = list[dict[str, Any]]()
     with progress(len(points), seconds=10.0) as begin:
         for point in points:
-            name = " ".join(each for each in point.overrides if each not in common) or "-"
-            begin(name)
+            own = [override for override in point.overrides if override not in common]
+            row: dict[str, Any] = {"point": " ".join(own) or "-"}
+            begin(row["point"])
+            rows.append(row)
             if point.job is None:
                 data.append({"overrides": point.overrides, "legal": False, "reason": point.reason})
-                rows.append(
-                    {"point": name, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"}
-                )
+                row["fits"] = f"illegal: {shortened(point.reason, REASON_CHARS)}"
                 continue
             plan = make_plan(point.job.plain, calibration_of(point.job))
             figures = in_short(plan)
             plans.append(plan)
             data.append({"overrides": point.overrides, "legal": True, **figures})
-            rows.append({"point": name, "layout": mesh_of(plan.job.parallelism)} | figures)
-            rows[-1]["fits"] = FITS[plan.fits]
-    known = [each for each in data if each["legal"]]
+            row |= {"layout": mesh_of(plan.job.parallelism), **figures, "fits": FITS[plan.fits]}
+    known = [figures for figures in data if figures["legal"]]
     total: dict[str, Any] = {"points": len(known)}
     for name in ("tokens", "flops", "gpu_hours", "dollars"):
         total[name] = summed(figures[name] for figures in known)
-    sizes_differ = len({(each["parameters"], each["tokens"]) for each in known}) > 1
+    sizes_differ = len({(figures["parameters"], figures["tokens"]) for figures in known}) > 1
     unit = "rank" if any(plan.accelerator is None for plan in plans) else "GPU"
     columns = [
         Column("point", "point"),
@@ -89,23 +87,20 @@ def compare(points: list[Composed]) -> Result:
             Column("tokens", "tokens", counted),
             Column("flops", "FLOPs", ".3g"),
         ]
-    if sizes_differ or any(each["dollars"] is not None for each in known):
+    if sizes_differ or any(figures["dollars"] is not None for figures in known):
         columns += [
             Column("gpu_hours", f"{unit}-hours", figure),
             Column("dollars", "price", dollars),
         ]
     notes = _total_in_words(total, plans, unit) if sizes_differ else ()
-    return Result(
-        {"points": data, "total": total}, to_text(Table(columns, rows, notes=notes, missing=""))
-    )
+    table = Table(columns, rows, notes=notes, missing="")
+    return Result({"points": data, "total": total}, to_text(table))
 
 
 def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> tuple[str, str]:
-    hours = (
-        "hours unknown"
-        if total["gpu_hours"] is None
-        else f"{figure(total['gpu_hours'])} {unit}-hours"
-    )
+    hours = "hours unknown"
+    if total["gpu_hours"] is not None:
+        hours = f"{figure(total['gpu_hours'])} {unit}-hours"
     if total["dollars"] is not None:
         hours += f", {dollars(total['dollars'])}"
     ratios = [
@@ -121,26 +116,23 @@ def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> 
 def job_against(job: PlanJob, overrides: Sequence[str]) -> PlanJob:
     """Compose the job to compare with: that of the command line, ``overrides``, with those of ``against``."""
     text = job.against or ""
-    own = [each for each in overrides if each.partition("=")[0] != "against"]
+    own = [override for override in overrides if override.partition("=")[0] != "against"]
     try:
-        others = shlex.split(text)
+        composed: PlanJob = compose_job(
+            [*own, *shlex.split(text)], config_name="plan", schema=PlanJob
+        )
     except ValueError as error:
-        raise ConfigError(
-            "against", text, f"cannot be read: {error}", "'field=value field=value'"
-        ) from None
-    try:
-        composed: PlanJob = compose_job([*own, *others], config_name="plan", schema=PlanJob)
+        rule = f"cannot be read: {error}"
+        raise ConfigError("against", text, rule, "'field=value field=value'") from None
     except UserError as error:
         raise UserError(f"against: {error}") from error
     for name in ONE_PLAN:
         if getattr(composed, name):
-            raise ConfigError(
-                "against", text, f"compares plans, and {name} asks for more", "fields of a job"
-            )
+            rule = f"compares plans, and {name} asks for more"
+            raise ConfigError("against", text, rule, "fields of a job")
     if composed == replace(job, against=None):
-        raise ConfigError(
-            "against", text or "''", "does not change the job", "another value of a field"
-        )
+        rule = "does not change the job"
+        raise ConfigError("against", text or "''", rule, "another value of a field")
     return composed
 
 
@@ -149,43 +141,29 @@ def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
 
     Of two models only the name is listed.
     """
-    first = _values(a)
-    second = _values(b)
+    first, second = ({name: value for name, _, value in leaves(job)} for job in (a, b))
+    roles = {name: role for job in (b, a) for name, role, _ in leaves(job)}
     found = []
     for name in first | second:
-        role, x = first.get(name, ("", None))
-        _, y = second.get(name, ("", None))
+        x = first.get(name)
+        y = second.get(name)
         is_of_other_model = name.startswith("model.") and a.model.name != b.model.name
         if x != y and name != "name" and (name == "model.name" or not is_of_other_model):
-            found.append((name, role == NUMERICS, x, y))
+            found.append((name, roles[name] == NUMERICS, x, y))
     return found
 
 
-def _values(job: Job) -> dict[str, tuple[str, Any]]:
-    """Role and value of each field."""
-    return {name: (role, value) for name, role, value in leaves(job)}
-
-
-def sent_by(plan: Plan) -> dict[str, float]:
-    """Bytes that the busiest rank sends in a step by axis and collective."""
-    sent: dict[str, float] = defaultdict(float)
-    for line in plan.traffic:
-        sent[f"{line.axis} {line.collective}"] += line.bytes
-    return sent
-
-
-def cost_changes(a: Plan, b: Plan) -> dict[str, float]:
+def cost_changes(a: Speed, b: Speed) -> dict[str, float]:
     """Return what each part of the step adds to the device time of a token, as a fraction of A's whole time.
 
     Unlike the time of a step, it compares steps of other sizes, and other numbers of ranks.
     """
-    assert a.speed is not None and b.speed is not None
-    slower = a.speed.tokens_per_second_per_rank / b.speed.tokens_per_second_per_rank
-    before, after = (
-        {part: speed.parts.get(part, 0.0) / speed.step_seconds for part in PARTS}
-        for speed in (a.speed, b.speed)
-    )
-    return {part: after[part] * slower - before[part] for part in PARTS}
+    slower = a.tokens_per_second_per_rank / b.tokens_per_second_per_rank
+    changes = {}
+    for part in PARTS:
+        before = a.parts.get(part, 0.0) / a.step_seconds
+        changes[part] = slower * b.parts.get(part, 0.0) / b.step_seconds - before
+    return changes
 
 
 def render_differences(a: Plan, b: Plan) -> str:
@@ -198,7 +176,7 @@ def render_differences(a: Plan, b: Plan) -> str:
     for name, numerics, x, y in changed_fields(a.job, b.job):
         values = [shortened(as_typed(value), VALUE_CHARS) for value in (x, y)]
         fields.append((name, *values, "numbers" if numerics else ""))
-    memory = kinds_of_fullest(a), kinds_of_fullest(b)
+    memory, sent = zip(*(_bytes_of(plan) for plan in (a, b)), strict=True)
     if a.memory_limit is not None and b.memory_limit is not None:
         memory[0]["left"] = a.memory_limit - a.peak
         memory[1]["left"] = b.memory_limit - b.peak
@@ -209,9 +187,9 @@ def render_differences(a: Plan, b: Plan) -> str:
     ]
     if a.traffic or b.traffic:
         title = "communication in a step, GiB that the busiest rank sends"
-        blocks.append(_sizes(title, "axis", sent_by(a), sent_by(b)))
+        blocks.append(_sizes(title, "axis", *sent))
     if a.speed is not None and b.speed is not None:
-        changes = cost_changes(a, b)
+        changes = cost_changes(a.speed, b.speed)
         parts = list[tuple[str, ...]]()
         for part, change in changes.items():
             x, y = (speed.parts.get(part, 0.0) for speed in (a.speed, b.speed))
@@ -223,15 +201,13 @@ def render_differences(a: Plan, b: Plan) -> str:
         blocks.append(title + _table(("part", "A", "B", "change"), parts))
     else:
         blocks.append("a step: unknown; a plan without against says what to set\n")
-    blocks.append(_table(("", "A", "B", "change"), [*_totals(a, b)], indent=""))
+    blocks.append(_totals(a, b))
     return "\n".join(blocks)
 
 
 def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
     """The comparison as plain containers for JSON; ``cost_change`` is in fractions of A's device time."""
-    first = kinds_of_fullest(a)
-    second = kinds_of_fullest(b)
-    known = a.speed is not None and b.speed is not None
+    first, second = (_bytes_of(plan)[0] for plan in (a, b))
     return {
         "a": as_dict(a),
         "b": as_dict(b),
@@ -240,8 +216,18 @@ def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
             for name, numerics, x, y in changed_fields(a.job, b.job)
         ],
         "memory_change": {kind: second[kind] - size for kind, size in first.items()},
-        "cost_change": cost_changes(a, b) if known else None,
+        "cost_change": cost_changes(a.speed, b.speed) if a.speed and b.speed else None,
     }
+
+
+def _bytes_of(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of each kind on the fullest rank and their sum, ``peak``; and what the busiest rank sends."""
+    fullest = max(plan.memory, key=lambda rank: rank.peak)
+    kinds = {kind: fullest.kinds.get(kind, 0.0) for kind in KINDS}
+    sent: dict[str, float] = defaultdict(float)
+    for line in plan.traffic:
+        sent[f"{line.axis} {line.collective}"] += line.bytes
+    return {**kinds, "peak": fullest.peak}, sent
 
 
 def _table(
@@ -253,41 +239,29 @@ def _table(
     return to_text(Table.of_cells(headings, cells, right), indent)
 
 
-def _signed(change: float) -> str:
-    """GiB with a sign, or ``-``."""
-    sign = "+" if change > 0 else "-"
-    return "-" if change == 0 else f"{sign}{gib(abs(change))}"
-
-
-def kinds_of_fullest(plan: Plan) -> dict[str, float]:
-    """Bytes of each kind on the fullest rank, and their sum, ``peak``."""
-    fullest = max(plan.memory, key=lambda rank: rank.peak)
-    kinds = {kind: fullest.kinds.get(kind, 0.0) for kind in KINDS}
-    return {**kinds, "peak": fullest.peak}
-
-
 def _sizes(title: str, heading: str, a: dict[str, float], b: dict[str, float]) -> str:
     """A table of bytes of both plans, and what the second one has more."""
     rows = []
-    for name in [*a, *(other for other in b if other not in a)]:
+    for name in a | b:
         before = a.get(name, 0.0)
         after = b.get(name, 0.0)
-        if not (before or after):
-            continue
         change = after - before
         if abs(change) <= NEGLIGIBLE * max(before, after):
             change = 0.0
-        cells = [_signed(size).removeprefix("+") for size in (before, after)]
-        rows.append((name, *cells, _signed(change)))
+        if before or after:
+            cells = [f"-{gib(-size)}" if size < 0 else gib(size) for size in (before, after)]
+            sign = "+" if change > 0 else ""
+            rows.append((name, *cells, sign + (f"-{gib(-change)}" if change < 0 else gib(change))))
     return f"{title}\n" + _table((heading, "A", "B", "B - A"), rows)
 
 
-def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, ...]]:
+def _totals(a: Plan, b: Plan) -> str:
     unit = "GPU" if a.accelerator is not None and b.accelerator is not None else "rank"
-    sides = [in_short(plan) for plan in (a, b)]
-    for plan, figures in zip((a, b), sides, strict=True):
+    first, second = (in_short(plan) for plan in (a, b))
+    for plan, figures in ((a, first), (b, second)):
         rate = figures["tokens_per_second_per_rank"]
         figures["in_all"] = None if rate is None else rate * plan.job.world_size
+    rows = []
     for name, key in (
         (f"tokens/s a {unit}", "tokens_per_second_per_rank"),
         ("tokens/s in all", "in_all"),
@@ -295,11 +269,11 @@ def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, ...]]:
         (f"{unit}-hours of all steps", "gpu_hours"),
         ("dollars", "dollars"),
     ):
-        x, y = (figures[key] for figures in sides)
-        if x is None and y is None:
-            continue
-        form = "{:.1%}".format if key == "mfu" else figure
-        cells = ["unknown" if value is None else form(value) for value in (x, y)]
-        change = "" if x is None or y is None else f"{y / x - 1:+.1%}"
-        yield name, *cells, change
-    yield "fits", FITS[a.fits], FITS[b.fits], ""
+        x = first[key]
+        y = second[key]
+        form = ".1%" if key == "mfu" else figure
+        if x is not None or y is not None:
+            cells = [formatted(value, form, "unknown") for value in (x, y)]
+            rows.append((name, *cells, "" if None in (x, y) else f"{y / x - 1:+.1%}"))
+    rows.append(("fits", FITS[a.fits], FITS[b.fits], ""))
+    return _table(("", "A", "B", "change"), rows, indent="")
