@@ -33,11 +33,7 @@ ASSETS = PACKAGE / "data" / "assets"
 _SETS = "harness.data.tiktoken_sets"
 SETS: Registry[Any] = Registry(
     "special",
-    {
-        "llama3": f"{_SETS}:LLAMA3",
-        "llama4": f"{_SETS}:LLAMA4",
-        "o200k_harmony": f"{_SETS}:O200K_HARMONY",
-    },
+    {"llama3": f"{_SETS}:LLAMA3"},
     field="tokenizer.special",
     expects=f"{_SETS}:SpecialSet",
 )
@@ -250,8 +246,8 @@ class TokenizerConfig:
     """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working directory;
     `asset:NAME` is a file that ships with the harness."""
     special: str = numerics("", needs=TIKTOKEN)
-    """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`, `llama4`,
-    `o200k_harmony`)."""
+    """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`). Packages can
+    add others; Llama 4 and GPT-OSS have a tokenizer.json."""
     bos: str | None = numerics(None, needs=NAMES)
     """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
     special_tokens_map.json, in the file's folder; '' puts none.

@@ -445,7 +445,7 @@ class ModelConfig:
     """Rows of the embedding table; 1 for a model without one."""
     dim: int = numerics("???", least=1)
     """Width of the residual stream."""
-    n_layers: int = numerics("???", least=1)
+    n_layers: int = numerics("???", least=1, most=10_000)
     """Number of blocks."""
     n_heads: int = numerics("???", least=1)
     """Query heads."""

@@ -173,7 +173,6 @@ class ChatTemplate:
     """A chat template, and the variables that it can read.
 
     Attributes:
-        text_with_tools: the template of conversations that have tools.
         variables: special tokens by name (``bos_token``), and data.chat_template_options.
         special: texts of all special tokens.
         date: what ``strftime_now`` formats; None: the template may not ask for the date.
@@ -181,7 +180,6 @@ class ChatTemplate:
     """
 
     text: str
-    text_with_tools: str
     variables: dict[str, Any]
     special: tuple[str, ...]
     date: str | None
@@ -192,7 +190,7 @@ class ChatTemplate:
         """JSON-serializable; changes whenever a conversation's text or learned parts may change."""
         return [
             self.text,
-            self.text_with_tools,
+            self.text,  # once a template of its own for conversations with tools
             self.variables,
             self.special,
             self.date,
@@ -236,7 +234,7 @@ class ChatTemplate:
             return "", []
         if self.only_last:
             turns = turns[-1:]
-        if _GENERATION.search(self.text_with_tools if tools else self.text):
+        if _GENERATION.search(self.text):
             text, marked = self._rendered(messages, tools, marks=True)
             earlier = messages[: turns[0]] if self.only_last else []
             first = len(self._rendered(earlier, tools, marks=True)[1]) if earlier else 0
@@ -299,13 +297,12 @@ class ChatTemplate:
         """The text, and with ``marks`` the ranges of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        text = self.text_with_tools if tools else self.text
-        _compile(text, self.date)
+        _compile(self.text, self.date)
         try:
             result: Any = render_jinja_template(
                 [[_with_reasoning(message) for message in messages]],
                 tools=tools or None,
-                chat_template=text,
+                chat_template=self.text,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
@@ -376,10 +373,12 @@ def find_template(
     """
     folder = _folder_of(tokenizer)
     settings = read_transformers_settings(folder / CONFIG) if folder else {}
-    texts = {"default": _chosen_text(name, tokenizer, setting)} if name else {}
-    if not texts and folder:
-        texts = _stored_texts(folder, settings)
-    if "default" not in texts:
+    text = None
+    if name:
+        text = _chosen_text(name, tokenizer, setting)
+    elif folder:
+        text = _stored_text(folder, settings)
+    if text is None:
         where = (
             f"no {JINJA} and no chat_template in {CONFIG} in {folder}"
             if folder
@@ -393,14 +392,12 @@ def find_template(
     for variable, id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         tokens[variable] = tokens[variable] or by_id.get(-1 if id is None else id)
     template = ChatTemplate(
-        text=texts["default"],
-        text_with_tools=texts.get("tool_use", texts["default"]),
+        text=text,
         variables={variable: token for variable, token in tokens.items() if token},
         special=tuple(sorted(tokenizer.special_ids)),
         date=date,
     )
-    for text in texts.values():
-        _compile(text, date)
+    _compile(text, date)
     return template
 
 
@@ -441,23 +438,16 @@ def _read(path: Path, what: str) -> str:
         raise DataError(f"{what}: {reason}; would work: {_WORKS}") from error
 
 
-def _stored_texts(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Templates in transformers' files by name, in transformers' order of precedence."""
+def _stored_text(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The template in transformers' files, in transformers' order of precedence."""
     if (folder / JINJA).is_file():
-        return {"default": _read(folder / JINJA, str(folder / JINJA))}
+        return _read(folder / JINJA, str(folder / JINJA))
     stored = settings.get("chat_template")
     if stored is None and (folder / PROCESSOR).is_file():
         stored = read_object(folder / PROCESSOR, DataError).get("chat_template")
-    if isinstance(stored, list) and all(
-        isinstance(each, dict) and isinstance(each.get("name"), str) for each in stored
-    ):
-        stored = {each.get("name"): each.get("template") for each in stored}
-    if not stored:
-        return {}
-    texts = stored if isinstance(stored, dict) else {"default": stored}
-    if not all(isinstance(text, str) for text in texts.values()):
-        raise DataError(f"{folder / CONFIG}: chat_template is not text; would work: {_WORKS}")
-    return texts
+    if stored is not None and not isinstance(stored, str):
+        raise DataError(f"{folder / CONFIG}: chat_template is not one text; would work: {_WORKS}")
+    return stored
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -25,7 +25,6 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ from harness.data.tokenizing import (
 )
 from harness.data.tokens import map_file
 from harness.util.encoding import parse_object
-from harness.util.errors import ConfigError, DataError, as_typed
+from harness.util.errors import ConfigError, DataError
 from harness.util.files import is_file_name
 from harness.util.store import (
     NO_FILE,
@@ -179,34 +178,14 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         shards = [from_dict(Shard, shard) for shard in plain["shards"]]
         manifest: Manifest = from_dict(Manifest, {**plain, "shards": []})
-        _check_plain(manifest, shards)
+        for shard in shards:
+            if not is_file_name(shard.folder):
+                raise ValueError(f"{shard.folder!r} is no name of a folder in the corpus")
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(
             f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}"
         ) from None
     return dataclasses.replace(manifest, shards=shards)
-
-
-def _check_plain(manifest: Manifest, shards: list[Shard]) -> None:
-    for name in (shard.folder for shard in shards):
-        if not is_file_name(name):
-            raise ValueError(f"{name!r} is no name of a folder in the corpus")
-    vocab_size = manifest.tokenizer["vocab_size"]
-    if (
-        type(vocab_size) is not int
-        or not 0 < vocab_size <= 2**32
-        or not manifest.tokenizer["fingerprint"]
-    ):
-        raise ValueError("tokenizer without a valid vocab_size or fingerprint")
-    # The first count is the total, the others are those of the shards.
-    counted = [manifest.counts, *(shard.counts for shard in shards)]
-    for split in SPLITS:
-        for kind in ("tokens", "documents"):
-            counts = [getattr(entry, kind)[split] for entry in counted]
-            if any(type(count) is not int or not 0 <= count < 2**63 for count in counts):
-                raise ValueError(f"counts of {kind}")
-            if counts[0] != sum(counts[1:]):
-                raise ValueError(f"{counts[0]} {kind}, and its shards have {sum(counts[1:])}")
 
 
 def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool) -> TokenizedSplit:
@@ -279,17 +258,8 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
             f"has {tokenizer.vocab_size} tokens, and {name} was tokenized by another tokenizer: "
             f"{found['name']}, {found['vocab_size']} tokens"
         )
-        others = {
-            option: found.get(option)
-            for option, value in asdict(config).items()
-            if found.get(option) != value
-        }
-        works = " ".join(
-            f"tokenizer.{option}={as_typed(value)}" for option, value in others.items()
-        )
-        raise ConfigError(
-            field, config.path or config.kind, rule, works or "the file as it was then"
-        )
+        works = "the tokenizer of the corpus, with its file as it was then"
+        raise ConfigError(field, config.path or config.kind, rule, works)
 
 
 def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
@@ -419,15 +389,9 @@ class CorpusWriter(ShardWriter):
                 held = np.array(
                     [is_held_out(number, self.held_out) for number in numbers], dtype=bool
                 )
-                changes = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
-                ends = np.append(index.starts, index.num_tokens)
-                # Consecutive documents of one split are copied at once, in the order of the file.
-                bounds = [0, *changes, len(held)] if len(held) else []
-                for first, last in pairwise(bounds):
-                    begin = ends[first]
-                    end = ends[last]
-                    writer = writers["validation" if held[first] else "train"]
-                    writer.append(tokens[begin:end], index.starts[first:last] - begin)
+                lengths = np.diff(index.starts, append=index.num_tokens)
+                for split, chosen in (("train", ~held), ("validation", held)):
+                    writers[split].append(tokens[np.repeat(chosen, lengths)], lengths[chosen])
                 document += index.num_documents
         finally:
             for writer in writers.values():
@@ -495,10 +459,10 @@ class _Writer:
         self.num_tokens = 0
         self._tokens, self._starts = ((folder / name).open("wb") for name in files_of(split))
 
-    def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """Append documents: their ids, and the offset in ``tokens`` at which each begins."""
+    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents: their ids, one after the other, and the length of each."""
         self._tokens.write(tokens.data)
-        self._starts.write((starts + self.num_tokens).tobytes())
+        self._starts.write((self.num_tokens + lengths.cumsum() - lengths).tobytes())
         self.num_tokens += len(tokens)
 
     def close(self) -> None:

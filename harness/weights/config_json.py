@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from harness.config.fields import NUMERICS, check_rules, leaves, with_value
 from harness.config.model import FAMILIES, ModelConfig, named_fields
-from harness.config.types import type_hints
+from harness.config.types import fits, type_hints, type_in_words, with_types
 from harness.model.architecture import architecture_of, resolve_model
 from harness.util import encoding
 from harness.util.errors import ConfigError, UserError
@@ -169,6 +167,7 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
     found = decoder_part(family, found)
     quantization_of(found)
     facts = []
+    values = {name: value for name, _, value in named_fields(model)}
     for field, content in _pairs(family, model, found):
         theirs = field.found(content)
         if theirs == field.value:
@@ -176,11 +175,8 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
         if field.ours is None:
             only = f"the decoder only knows {field.theirs} {_typed(field.value)}"
             raise UserError(f"config.json has {field.theirs} {_typed(theirs)}: {only}")
-        fact = f"model.{field.ours}={_typed(_shown(field))}: config.json has {field.theirs} {_typed(theirs)}"
-        works = _works(field, content)
-        facts.append(
-            fact if works is None else f"{fact}, which is model.{field.ours}={_typed(works)}"
-        )
+        has = f"config.json has {field.theirs} {_typed(theirs)}"
+        facts.append(f"model.{field.ours}={_typed(values[field.ours])}: {has}")
     if facts:
         raise UserError(
             f"{'; '.join(facts)}; would work: model=from_config, which takes all of them"
@@ -215,19 +211,6 @@ def _refuse_unread(family: Family, model: ModelConfig, found: Mapping[str, Any])
         )
 
 
-def _shown(field: ConfigField) -> object:
-    return field.value if field.shown is NEEDED else field.shown
-
-
-def _works(field: ConfigField, found: Mapping[str, Any]) -> object:
-    """The value for our field, if it has another unit than theirs; else None."""
-    try:
-        value = field.our_value(found) if field.to_ours else None
-    except ValueError:
-        return None
-    return value if isinstance(value, str | int | float) and value != _shown(field) else None
-
-
 def decoder_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the decoder, which may be nested in that of a larger model."""
     model_type = found.get(family.type_key)
@@ -259,9 +242,6 @@ def _pairs(
 
 # Some config fields depend on others; two rounds are enough for the existing families.
 _MOST_ROUNDS = 5
-_MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
-_MOST = {"n_layers": 10_000}
-_MOST_OF_ANY = 2**40
 
 
 def model_from_config(path: str) -> ModelConfig:
@@ -276,7 +256,6 @@ def model_from_config(path: str) -> ModelConfig:
         model = _read(family, decoder_part(family, content))
         name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
         model = dataclasses.replace(model, name=name, path=path)
-        check_rules(model, "model.")
         model = resolve_model(model)
         check_hf_config(model, content)
     except UserError as error:
@@ -301,10 +280,6 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     model = ModelConfig(family=family.name, **numbers)
     for name, value in family.requires.items():
         model = _set(model, name, value, name)
-    kind = rotation_of(found, family.theta)["rope_type"]
-    if kind not in list(STRETCHING):  # it may be a list or an object
-        known = [name if name != "none" else "default" for name in STRETCHING]
-        raise UserError(f"it has rope_type {kind!r}; would work: {', '.join(known)}")
     for _ in range(_MOST_ROUNDS):
         before = model
         model = _read_fields(family, found, model)
@@ -350,25 +325,18 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
         owner = getattr(owner, group)
     kind: Any = architecture_of(model).options if owner is model.options else owner.__class__
     hint = type_hints(kind)[last]
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
-    if value is None and type(None) not in kinds:
+    if value is None and not fits(value, hint):
         raise UserError(f"it has no {theirs}")
-    least = 0 if name in _MAY_BE_ZERO else 1
-    if owner is model.options:
-        least = kind.__dataclass_fields__[last].metadata.get("least", 1)
-    if type(value) is int and float in kinds:
-        is_out = abs(value) > _MOST_OF_ANY
-        value = value if is_out else float(value)
-    elif type(value) is int and int in kinds:
-        is_out = not least <= value <= _MOST.get(name, _MOST_OF_ANY)
-    else:
-        is_out = type(value) is float and not math.isfinite(value)
-    if is_out:
-        raise UserError(f"it has {theirs} {value!r}, which is out of range")
-    if type(value) not in kinds:
-        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise UserError(f"it has {theirs} {value!r} instead of a value of type {wanted}")
-    return with_value(model, name, value)
+    if type(value) is int and fits(0.5, hint):
+        value = with_types(value, hint)
+    if not fits(value, hint):
+        raise UserError(f"it has {theirs} {value!r} instead of {type_in_words(hint, theirs)}")
+    changed = with_value(model, name, value)
+    try:
+        check_rules(changed, "model.")
+    except ConfigError as error:
+        raise UserError(f"it has {theirs} {value!r}: {error}") from None
+    return changed
 
 
 def model_node(path: str) -> dict[str, Any]:

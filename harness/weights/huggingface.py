@@ -55,7 +55,6 @@ from harness.weights.source import (
     EMBEDDING,
     TensorFacts,
     WeightSource,
-    bytes_view,
     multipliers,
     total_bytes,
 )
@@ -248,7 +247,7 @@ def _write_safetensors(source: WeightSource, names: list[str], file: Path) -> No
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
-            stream.write(bytes_view(source.read(name)))
+            stream.write(source.read(name).reshape(-1).view(torch.uint8).numpy().data)
         sync_file(stream)
 
 

@@ -118,17 +118,10 @@ def check_attention_factor(model: ModelConfig, rotation: Mapping[str, Any]) -> N
     given = rotation.get("attention_factor")
     if rope.scaling != "yarn" or given is None:
         return
-    is_number = type(given) in (int, float)
-    if is_number and math.isclose(given, rope.rotation_scale, rel_tol=1e-6):
+    if isinstance(given, int | float) and math.isclose(given, rope.rotation_scale, rel_tol=1e-6):
         return
-    works = "attention_factor null"
-    if is_number and rope.factor > 1 and not model.attention.is_latent:
-        stretch = 0.1 * math.log(rope.factor)
-        mscale = (given * (stretch + 1) - 1) / stretch
-        works = f"in its place mscale {mscale!r} and mscale_all_dim 1.0, which is the same rotation"
-    rule = (
-        f"the rotation is scaled by {rope.rotation_scale:.6g}, which follows from the other fields"
-    )
     raise UserError(
-        f"config.json has attention_factor {json.dumps(given)}: {rule}; would work: {works}"
+        f"config.json has attention_factor {json.dumps(given)}: the rotation is scaled by "
+        f"{rope.rotation_scale:.6g}, which follows from the other fields; would work: attention_factor "
+        "null, or mscale and mscale_all_dim with the same ratio of temperatures"
     )

@@ -20,8 +20,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
 
 from harness.config.failures import chain_of
 from harness.config.model import ModelConfig
@@ -225,33 +223,15 @@ def _storage_errors(target: Path) -> Iterator[None]:
         raise UserError(f"{target}: cannot be written: {place}: {cause.strerror}") from error
 
 
-def bytes_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
 def write_torch(source: WeightSource, file: Path, *, tied: bool) -> None:
-    """Write a state dict for ``torch.load(file, weights_only=True)``, with and without ``mmap=True``.
+    """Write a state dict for ``torch.load(file, weights_only=True)``; all of it is in memory.
 
     ``Decoder.load_state_dict`` accepts it: a ``tied`` embedding table is stored under both its
-    names. The file is first written with gaps for the values (``skip_data``), which are then filled
-    in at the offsets that loading under FakeTensorMode reports. The archive's checksums of the
-    filled records stay empty, as with ``set_crc32_options(False)``: torch.load ignores them, unzip
-    complains.
+    names.
     """
-    with FakeTensorMode():
-        state = {
-            name: torch.empty(facts.shape, dtype=facts.dtype)
-            for name, facts in source.tensors.items()
-        }
+    state = {name: source.read(name) for name in source.tensors}
     if tied:
         state[HEAD] = state[EMBEDDING]
-    with file.open("wb") as stream, skip_data(materialize_fake_tensors=True):
+    with file.open("wb") as stream:
         torch.save(state, stream)
-    with FakeTensorMode():
-        offsets = torch.load(file, weights_only=True)
-    with file.open("r+b") as stream:
-        for name in source.tensors:
-            stream.seek(offsets[name].untyped_storage()._checkpoint_offset)
-            stream.write(bytes_view(source.read(name)))
         sync_file(stream)

@@ -15,7 +15,7 @@ turn that off when adding a chat template.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,11 @@ from harness.data.tokenizer import (
 from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer
 from harness.util.errors import DataError
 
-# Sentencepiece's piece types and its model type for BPE (sentencepiece_model.proto).
+# Sentencepiece's piece types (sentencepiece_model.proto).
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
-_UNUSED = 5
-_BPE = 2
 _SPACE_MARK = "▁"
 
 # Text to compare two tokenizers: indentation, digits, a contraction, and characters of several
@@ -186,10 +184,6 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     content = read_tokenizer(config.file)
     ours = SentencePieceTokenizer(config)
     proto = vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
-    for reason in _unsupported_features(proto):
-        raise DataError(
-            f"tokenizer file {config.file} {reason}, which tokenizer.json does not support"
-        )
     prefix = proto.normalizer_spec.add_dummy_prefix
     # If our encoding preserves U+2581, it must not replace a space here either: a space stays a
     # space.
@@ -220,30 +214,20 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
         if kind in (_CONTROL, _USER_DEFINED)
     }
     _add_tokens(tokenizer, added)
+    tokenizer.encode_special_tokens = True  # which files do not record
+    texts = [
+        piece.piece.replace(_SPACE_MARK, " ")
+        for piece in proto.pieces
+        if piece.type in (_NORMAL, _USER_DEFINED)
+    ]
+    for text in (_SAMPLE, "".join(texts), *texts):
+        if tokenizer.encode(text, add_special_tokens=False).ids != ours.encode(text):
+            raise DataError(
+                f"tokenizer file {config.file}: a tokenizer.json would give other ids for {text[:40]!r}; "
+                "exported are models of type bpe that change no characters and no spaces"
+            )
     bos, eos = (None if i is None else pieces[i] for i in (ours.bos_id, ours.eos_id))
     return _Export(tokenizer, bos, eos, unk, has_dummy_prefix=prefix)
-
-
-def _unsupported_features(proto: Any) -> Iterator[str]:
-    if proto.trainer_spec.model_type != _BPE:
-        yield "is not of type bpe"
-    normalizer = proto.normalizer_spec
-    if normalizer.precompiled_charsmap:
-        yield f"normalizes characters ({normalizer.name})"
-    if normalizer.remove_extra_whitespaces:
-        yield "removes repeated spaces"
-    if not normalizer.escape_whitespaces or proto.trainer_spec.treat_whitespace_as_suffix:
-        yield "treats spaces in an unusual way"
-    normal = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
-    defined = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
-    if any(piece.type == _UNUSED for piece in proto.pieces):
-        yield "has unused pieces"
-    if normalizer.add_dummy_prefix and defined:
-        yield "has both a dummy prefix and user defined symbols"
-    if any(" " in piece for piece in (*normal, *defined)):
-        yield "has pieces with plain spaces"
-    if not set("".join(normal)) <= {*normal, *defined}:
-        yield "has pieces with characters that are not pieces"
 
 
 def _set_spaces(tokenizer: FastTokenizer, space: str, dummy_prefix: bool) -> None:

@@ -211,9 +211,6 @@ DAMAGES = {
     "has format version '1'; this": lambda: changed("1", "version"),
     "ValueError: '/etc' is no name": lambda: changed("/etc", "shards", 0, "folder"),
     "ValueError: '../x' is no": lambda: changed("../x", "shards", 1, "folder"),
-    "ValueError: counts of tokens": lambda: changed(2**70, "counts", "tokens", "train"),
-    "ValueError: 7 documents, and its": lambda: changed(7, "counts", "documents", "train"),
-    "damaged: ValueError: tokenizer": lambda: changed(-1, "tokenizer", "vocab_size"),
 }
 
 
@@ -308,7 +305,7 @@ def test_a_corpus_that_does_not_fit_and_several_of_them():
     run("tokenize.target=plain", "data.validation_fraction=0")
     with one_line(ConfigError, "has held-out documents of its own; would work: 0"):
         loader(tokens_of("corpus", validation_fraction=0.1))
-    says = r"model: has 2048 tokens, and .*corpus was .*: bytes, 258 tokens; .*: tokenizer.kind=bytes tok"
+    says = r"model: has 2048 tokens, and .*corpus was .*: bytes, 258 tokens; would work: the tokenizer of"
     with one_line(ConfigError, says):
         loader(tokens_of("corpus"), tokenizer=PYTHON, model_vocab_size=2048)
     with one_line(ConfigError, says):  # before anything starts

@@ -228,22 +228,19 @@ def test_a_model_without_bos_and_eos(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "options",
     [
-        ({"model_type": "unigram"}, "is not of type bpe"),
-        ({"normalization_rule_name": "nmt_nfkc"}, r"normalizes characters \(nmt_nfkc\)"),
-        ({"remove_extra_whitespaces": True}, "removes repeated spaces"),
-        ({"treat_whitespace_as_suffix": True}, "treats spaces in an unusual way"),
-        ({"user_defined_symbols": ["<x>"]}, "has both a dummy prefix and user defined symbols"),
-        (
-            {"user_defined_symbols": ["a b"], "add_dummy_prefix": False},
-            "has pieces with plain spaces",
-        ),
+        {"model_type": "unigram"},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"remove_extra_whitespaces": True},
+        {"treat_whitespace_as_suffix": True},
+        {"user_defined_symbols": ["<x>"]},
+        {"user_defined_symbols": ["a b"], "add_dummy_prefix": False},
     ],
 )
-def test_features_without_support_are_refused(options, says, tmp_path):
+def test_features_without_support_are_refused(options, tmp_path):
     config = write_sentencepiece(tmp_path / "pieces", files=3, vocab_size=400, **options)
-    message = f"^tokenizer file .*pieces {says}, which tokenizer.json does not support$"
+    message = "^tokenizer file .*pieces: a tokenizer.json would give other ids for "
     with one_line(DataError, message):
         export_tokenizer(config, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
@@ -254,18 +251,6 @@ def test_features_without_support_are_refused(options, says, tmp_path):
 # Number of byte pairs in the published file, total number of ids, and ids of some tokens.
 PUBLISHED = {
     "llama3": (128_000, 128_256, {"begin_of_text": 0, "start_header_id": 6, "eot_id": 9}),
-    "llama4": (
-        200_000,
-        202_048,
-        {
-            "begin_of_text": 0,
-            "eot": 8,
-            "image_start": 80,
-            "reasoning_thinking_end": 1143,
-            "reserved_special_token_0": 1144,
-        },
-    ),
-    "o200k_harmony": (199_998, 201_088, {"endoftext": 1, "return": 4, "call": 14}),
 }
 
 
@@ -279,20 +264,6 @@ def test_special_tokens_have_their_published_ids(name, tmp_path):
     tokenizer = build_tokenizer(write_tiktoken(tmp_path / "ranks", special=name))
     assert tokenizer.decode([tokenizer.bos_id, tokenizer.eos_id]) == SETS[name].bos + SETS[name].eos
     assert tokenizer.decode([262 + i for i in range(len(tokens))]) == "".join(tokens)
-
-
-def test_harmony_is_tiktokens(monkeypatch):
-    """Pattern and ids equal those of the installed library; its file of ranks is not needed."""
-    public = pytest.importorskip("tiktoken_ext.openai_public")
-    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: {})
-    if not hasattr(public, "o200k_harmony"):
-        pytest.skip("this tiktoken is older than GPT-OSS")
-    theirs = public.o200k_harmony()
-    ours = SETS["o200k_harmony"]
-    assert ours.pattern == SETS["llama4"].pattern == theirs["pat_str"]
-    ids = {token: 199_998 + index for index, token in enumerate(ours.tokens)}
-    assert ids.items() <= theirs["special_tokens"].items()
-    assert set(ids.values()) == set(theirs["special_tokens"].values())
 
 
 def test_tiktoken_reads_the_file_as_it_is_now(tmp_path):
@@ -327,22 +298,22 @@ def test_the_tokenizer_json_that_came_with_it_is_exported(folder, tmp_path):
     """Also with its chat template; but not the tokenizer.json of another tokenizer."""
     file = tmp_path / folder / "tokenizer.model"
     file.parent.mkdir(exist_ok=True)
-    config = write_tiktoken(file, merges_of_source_code(), "llama4")
+    config = write_tiktoken(file, merges_of_source_code(), "llama3")
     export_tokenizer(config, tmp_path / "made")
     published = json.loads((tmp_path / "made" / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(published))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot|>"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot_id|>"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     export_tokenizer(config, tmp_path / "out")
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / name).read_bytes()
     # Only what it does not say is added.
-    special = {"eos_token": "<|eot|>", "bos_token": SETS["llama4"].bos}
+    special = {"eos_token": "<|eot_id|>", "bos_token": SETS["llama3"].bos}
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == special
     for other in (
         {
             **published,
-            "model": {**published["model"], "merges": published["model"]["merges"][:300]},
+            "model": {**published["model"], "merges": published["model"]["merges"][:20]},
         },
         {**published, "added_tokens": published["added_tokens"][:-1]},
         {},

@@ -122,9 +122,9 @@ def test_wrong_values_end_in_one_line(name, tmp_path):
     [
         (
             {"rope_scaling": {"rope_type": ["linear"]}},
-            "it has rope_type ['linear']; would work: default, ",
+            "it has rope_type ['linear'] instead of text",
         ),
-        ({"rms_norm_eps": 10**400}, f"it has rms_norm_eps {10**400}, which is out of range"),
+        ({"rms_norm_eps": 10**400}, f"it has rms_norm_eps {10**400}: model.norm_eps="),
         ({"rope_scaling": {"rope_type": "linear"}}, "it has no factor"),
         (
             {"num_attention_heads": 0},

@@ -108,7 +108,6 @@ class ConfigField:
 
     Attributes:
         ours: our field, without ``model.``; None: the decoder supports ``value`` only.
-        shown: value of our field, if different from ``value``.
         default: its value when it is missing, or a function of the other fields.
         nullable: whether null is a value; else null means missing.
         read: applied to a value before it is compared.
@@ -120,7 +119,6 @@ class ConfigField:
     theirs: str
     value: object
     ours: str | None = None
-    shown: object = NEEDED
     default: object = NEEDED
     nullable: bool = False
     read: Callable[[Any], object] | None = None
@@ -349,13 +347,12 @@ def layer_types(
             return None
         return every_nth([each == "full_attention" for each in types])
 
-    every = model.attention.global_every_nth_layer
     types = [
         "full_attention" if model.span(layer).is_whole else partial
         for layer in range(model.n_layers)
     ]
     ours = "attention.global_every_nth_layer"
-    return ConfigField("layer_types", types, ours, shown=every, default=default, to_ours=to_ours)
+    return ConfigField("layer_types", types, ours, default=default, to_ours=to_ours)
 
 
 def head_width(found: Mapping[str, Any]) -> int:

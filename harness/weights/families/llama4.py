@@ -56,7 +56,6 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
             "moe_layers",
             model.expert_layers,
             "moe.every_nth_layer",
-            shown=model.moe.every_nth_layer,
             default=_moe_layers,
             to_ours=_every_nth_has_experts,
         ),
@@ -64,7 +63,6 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
             "use_qk_norm",
             attention.qk_norm == "l2",
             "attention.qk_norm",
-            shown=attention.qk_norm,
             default=True,
             to_ours=lambda normed, _: "l2" if normed else "none",
         ),
@@ -72,7 +70,6 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
             "no_rope_layers",
             [int(attention.is_rotated(layer)) for layer in range(model.n_layers)],
             "attention.nope_every_nth_layer",
-            shown=attention.nope_every_nth_layer,
             default=_no_rope_layers,
             to_ours=lambda rotated, _: every_nth([not each for each in rotated]),
             # Released files have an empty list for the default.
@@ -86,7 +83,6 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
             "attn_temperature_tuning",
             attention.nope_temperature > 0,
             "attention.nope_temperature",
-            shown=attention.nope_temperature,
             default=True,
             read=bool,  # released files have 4 for true
             to_ours=lambda tuned, found: found.get("attn_scale", 0.1) if tuned else 0.0,

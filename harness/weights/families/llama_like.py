@@ -151,7 +151,6 @@ def _qwen3_moe(model: ModelConfig) -> list[ConfigField]:
             "mlp_only_layers",
             list(range(moe.first_dense_layers)),
             "moe.first_dense_layers",
-            shown=moe.first_dense_layers,
             default=[],
             to_ours=_dense_at_first,
         ),
