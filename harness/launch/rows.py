@@ -31,7 +31,6 @@ from harness.launch.sweep.folder import (
     SweepFolder,
     command_of,
     labels,
-    sets_label,
     typed_overrides,
 )
 from harness.metrics.mfu import mfu
@@ -39,76 +38,6 @@ from harness.run.folder import RunFolder, run_folders
 from harness.run.result import newest
 from harness.util.encoding import flatten, parse_object
 from harness.util.errors import UserError
-
-MOST_FIELDS = 3
-
-
-def names_of(points: Sequence[Point]) -> list[str]:
-    """Name each run by the smallest set of overridden fields that distinguishes the runs, with their values.
-
-    The runs were started one by one, so their overrides may set different fields.
-    """
-    if len(points) < 2:
-        return labels([point.overrides for point in points])
-    columns = _columns(points)
-    chosen: list[str] = []
-    groups = 1
-    while groups < len(points):
-        counts = {}
-        for key in columns:
-            values = [columns[name] for name in (*chosen, key)]
-            counts[key] = len(set(zip(*values, strict=True)))
-        # Use labels only if nothing else distinguishes the runs.
-        useful = [key for key, count in counts.items() if count > groups]
-        best = max(useful, key=lambda key: (not sets_label(key), counts[key]), default=None)
-        if best is None:
-            break
-        chosen.append(best)
-        groups = counts[best]
-    shown = [key for key in columns if key in chosen]
-    named = []
-    for index in range(len(points)):
-        given = [key for key in shown if columns[key][index] is not None]
-        named.append(" ".join(f"{key}={columns[key][index]}" for key in given))
-    return [
-        name if name and named.count(name) == 1 else f"{name} {point.id}".strip()
-        for name, point in zip(named, points, strict=True)
-    ]
-
-
-def _columns(points: Sequence[Point]) -> dict[str, list[str | None]]:
-    """Return fields that any run overrides and that differ, with the value in each run; label fields last."""
-    keys: dict[str, None] = {}
-    values = []
-    for point in points:
-        typed = dict(override.lstrip("+").partition("=")[::2] for override in point.overrides)
-        keys |= dict.fromkeys(typed)
-        # Fields also have a value in runs that do not override them; groups and mapping keys do
-        # not.
-        values.append(typed | {name: str(value) for name, _, value in leaves(point.job)})
-    columns = {}
-    for key in sorted(keys, key=sets_label):
-        column = [run.get(key) for run in values]
-        if key != "runs_dir" and len(set(column)) > 1:
-            columns[key] = column
-    return columns
-
-
-def by_part(fields: Sequence[str]) -> dict[str, list[str]]:
-    """Group fields by their part of the job."""
-    parts: dict[str, list[str]] = {}
-    for field in fields:
-        parts.setdefault(field.partition(".")[0], []).append(field)
-    return parts
-
-
-def in_short(fields: Sequence[str]) -> str:
-    """Return a list of fields as text; a part with many fields is shown by their number."""
-    return ", ".join(
-        ", ".join(own) if len(own) <= MOST_FIELDS else f"{part} ({len(own)} fields)"
-        for part, own in by_part(fields).items()
-    )
-
 
 Row = dict[str, Any]
 
@@ -136,7 +65,13 @@ def load(folder: Path) -> list[Row]:
             "or of experiments/"
         )
     points = [Point(path.name, path, typed_overrides(path)) for path in runs]
-    return of_points(points, names_of(points))
+    # Started one by one, they may have the same overrides.
+    names = labels([point.overrides for point in points])
+    names = [
+        name if names.count(name) == 1 else f"{name} {point.id}"
+        for name, point in zip(names, points, strict=True)
+    ]
+    return of_points(points, names)
 
 
 def of_sweep(folder: SweepFolder) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from harness.launch import queue
 from harness.launch import state as state_module
 from harness.launch import submit as submit_module
 from harness.launch.queue import Jobs, Queued
-from harness.launch.rows import names_of, of_sweep
+from harness.launch.rows import of_sweep
 from harness.launch.state import RunState, SlurmJobRecord
 from harness.launch.sweep import run
 from harness.launch.sweep.folder import (
@@ -26,8 +25,6 @@ from harness.launch.sweep.folder import (
     SweepFolder,
     folder_of,
     labels,
-    run_dir_of,
-    typed_overrides,
     unique_points,
 )
 from harness.launch.sweep.run import Array, arrays_of
@@ -171,20 +168,17 @@ def test_no_folder_changes_without_a_sweep_over_labels(tmp_path):
             assert point.run_dir == point.job.run_dir
 
 
-def test_a_run_before_the_sweep_keeps_its_folder(tmp_path):
-    common = [*COMMON, f"runs_dir={tmp_path}"]
-    earlier = compose_job([*common, "cluster.threads_per_rank=2"])
-    RunFolder(earlier.run_dir).plan(earlier, [])
-    swept = [*common, "cluster.threads_per_rank=1,2"]
-    first, second = (point.run_dir for point in unique_points(compose_points(swept)))
-    assert first != second == earlier.run_dir
-    # A point that has a folder of its own keeps that one.
-    own = run_dir_of(earlier, ["cluster.threads_per_rank", "cluster.time"])
-    assert own == earlier.run_dir
-    digest = hashlib.sha256(json.dumps([["cluster.threads_per_rank", 2]]).encode()).hexdigest()[:8]
-    (tmp_path / "n" / f"{earlier.id}-{digest}").mkdir()
-    _, second = (point.run_dir for point in unique_points(compose_points(swept)))
-    assert second.name == f"{earlier.id}-{digest}"
+def test_a_label_that_no_override_names_is_no_axis(tmp_path):
+    """Two files of a group that differ in labels only."""
+    groups = tmp_path / "conf"
+    for name, threads in (("few", 1), ("many", 2)):
+        path = groups / "threads" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# @package cluster\nthreads_per_rank: {threads}\n")
+    typed = [f"hydra.searchpath=[{groups}]", *COMMON, f"runs_dir={tmp_path}", "+threads=few,many"]
+    composed = compose_points(typed)
+    with one_line(UserError, r"\+threads=many: is the same run as .*; would work: these labels"):
+        unique_points(composed)
 
 
 def test_points_of_one_label_run_apart(tmp_path, monkeypatch, capsys):
@@ -202,19 +196,12 @@ def test_points_of_one_label_run_apart(tmp_path, monkeypatch, capsys):
     assert ran == [1, 2]
     folder = SweepFolder.open(tmp_path / "n")
     names = ["cluster.threads_per_rank=1", "cluster.threads_per_rank=2"]
-    assert [each.overrides[-2:] for each in folder.skipped()] == [
-        [name, "parallelism.tp=3"] for name in names
-    ]
+    assert [each.overrides[-1] for each in folder.skipped()] == ["parallelism.tp=3"]
     out = capsys.readouterr().out
     assert all(f"{name}  completed" in out for name in names)
     assert sweep(tmp_path, *typed, common=COMMON) == run.resume(folder) == 0 and ran == [1, 2]
     values = [row.get("job.cluster.threads_per_rank") for row in of_sweep(folder)]
-    assert values == [1, 2, None, None]
-    # Without the sweep's file the folders have the same names.
-    found = [
-        Point(each.id, each.run_dir, typed_overrides(each.run_dir)) for each in folder.points()
-    ]
-    assert names_of(found) == names
+    assert values == [1, 2, None]
 
 
 def test_equal_jobs_are_one_point(tmp_path):
@@ -289,10 +276,6 @@ def test_arrays_are_as_long_as_the_site_allows(site, lengths, tmp_path, put, mon
 
 
 def test_the_limit_holds_over_all_shapes(tmp_path):
-    longer = points(tmp_path, "training.seed=1,2,3,4,5,6")
-    short = points(tmp_path, "parallelism.dp_shard=2", "training.seed=1,2")
-    shared = [array.at_once for array in arrays_of([*longer, *short], 4)]
-    assert shared == [3, 1], "the larger share for the larger array"
     own = points(tmp_path, SHAPES, "training.seed=1,2,3")
     for limit in (1, 2, 3, 4, 5, 7, 12, 100):
         arrays = arrays_of(own, limit)

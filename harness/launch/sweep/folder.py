@@ -10,7 +10,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,16 +55,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A point that is not a valid job.
-
-    Attributes:
-        reason: the violated rule, in one line.
-        swept: its overrides of labels that are axes of the sweep.
-    """
+    """A point that is not a valid job, and the violated rule in one line."""
 
     overrides: list[str]
     reason: str
-    swept: tuple[str, ...] = ()
 
 
 class SweepFolder:
@@ -121,10 +115,11 @@ class SweepFolder:
             for point in points
             if self._relative(point) not in there
         ]
-        for each in skipped:
-            if _identity(each) not in known:
-                swept = {"swept": each.swept} if each.swept else {}
-                rows.append({"skipped": each.reason, "overrides": each.overrides, **swept})
+        rows += [
+            {"skipped": each.reason, "overrides": each.overrides}
+            for each in skipped
+            if _identity(each) not in known
+        ]
         if rows:
             repair_tail(self.path / FILE)
             with (self.path / FILE).open("ab") as file:
@@ -146,9 +141,7 @@ class SweepFolder:
     def skipped(self) -> list[Skipped]:
         """All skipped points, without duplicates."""
         found = [
-            Skipped(row["overrides"], row["skipped"], tuple(row.get("swept", ())))
-            for row in self._rows()
-            if "skipped" in row
+            Skipped(row["overrides"], row["skipped"]) for row in self._rows() if "skipped" in row
         ]
         # Of equal points the first is returned, at the place of the last.
         return list({_identity(each): each for each in reversed(found)}.values())[::-1]
@@ -179,11 +172,8 @@ class SweepFolder:
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
     texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
-    for overrides in (row.get("overrides"), row.get("swept", [])):
-        if isinstance(overrides, list):
-            texts += overrides
-        else:
-            texts.append(None)
+    overrides = row.get("overrides")
+    texts += overrides if isinstance(overrides, list) else [None]
     if not all(isinstance(text, str) for text in texts) or not row.get("run_dir", "").isprintable():
         raise ValueError("it is neither a point nor a skipped one")
     return row
@@ -272,86 +262,44 @@ def _label_fields() -> frozenset[str]:
 
 
 def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
-    kept = [text for text in skipped.overrides if text in skipped.swept or not sets_label(text)]
-    return tuple(kept), skipped.reason
+    return tuple(text for text in skipped.overrides if not sets_label(text)), skipped.reason
 
 
-COMMAND_LABELS = tuple(
-    f"cluster.{name}"
-    for name in ("confirm_gpu_hours", "dry_run", "max_running", "parsable", "wait")
-)
-"""Labels that configure the command that starts a sweep, not its runs."""
-
-
-def unique_points(composed: Sequence[Composed], swept: Sequence[str] | None = None) -> list[Point]:
+def unique_points(
+    composed: Sequence[Composed], swept: Collection[str] | None = None
+) -> list[Point]:
     """Return one point for each run folder, with its job.
 
     ``swept`` are labels: each of their values has a run of its own. None: ``swept_labels``.
     """
-    swept = swept_labels([each.job for each in composed]) if swept is None else swept
+    swept = swept_labels(composed) if swept is None else swept
     found: dict[Path, Point] = {}
     for each in composed:
-        path = run_dir_of(each.job, swept)
-        found.setdefault(path, Point(each.job.id, path, each.overrides, each.job))
+        path = run_dir_of(each, swept)
+        first = found.setdefault(path, Point(each.job.id, path, each.overrides, each.job))
+        if first.job != each.job:
+            raise UserError(
+                f"{' '.join(each.overrides)}: is the same run as {' '.join(first.overrides)}, which "
+                "another file gives labels; would work: these labels as axes, or a name of its own"
+            )
     return list(found.values())
 
 
-def swept_labels(jobs: Sequence[Job]) -> list[str]:
-    """Return the labels that differ between jobs of the same run folder, as dotted names.
-
-    The name of a mapping ends with the key that differs.
-    """
-    first: dict[Path, Job] = {}
-    names: set[str] = set()
-    for job in jobs:
-        other = first.setdefault(job.run_dir, job)
-        if job != other:
-            names.update(_differing_labels(other, job))
-    return check_swept(names)
+def swept_labels(composed: Sequence[Composed]) -> set[str]:
+    """Return the labels in which overrides of the same run folder differ."""
+    first: dict[Path, set[str]] = {}
+    differing: set[str] = set()
+    for each in composed:
+        own = set(filter(sets_label, each.overrides))
+        differing |= own ^ first.setdefault(each.job.run_dir, own)
+    return set(map(override_key, differing))
 
 
-def check_swept(names: Iterable[str]) -> list[str]:
-    """Return labels that are axes, in order."""
-    for name in names:
-        if name in COMMAND_LABELS:
-            raise UserError(
-                f"{name}: configures the command, not its runs; would work: one value for all points"
-            )
-    return sorted(names)
-
-
-def run_dir_of(job: Job, swept: Sequence[str]) -> Path:
-    """Return the run folder of a point: that of its job, with a digest of the swept labels added.
-
-    An earlier run of the job that had the same labels, without a sweep over them, keeps its folder.
-    """
-    if not swept:
-        return job.run_dir
-    values = [(name, _value(job, name)) for name in swept]
-    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
-    path = job.run_dir.with_name(f"{job.run_dir.name}-{digest}")
-    if not path.exists() and (job.run_dir / "job.json").is_file():
-        earlier = Job.read(job.run_dir / "job.json")
-        if [(name, _value(earlier, name)) for name in swept] == values:
-            return job.run_dir
-    return path
-
-
-def _value(job: Job, name: str) -> Any:
-    value: Any = job
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-    return value
-
-
-def _differing_labels(first: Job, second: Job) -> list[str]:
-    names = []
-    # Both jobs have the same fields: a run folder has one set of data.sources.
-    for (name, _, left), (_, _, right) in zip(leaves(first), leaves(second), strict=True):
-        if isinstance(left, dict) and isinstance(right, dict):
-            names += [
-                f"{name}.{key}" for key in {**left, **right} if left.get(key) != right.get(key)
-            ]
-        elif left != right:
-            names.append(name)
-    return names
+def run_dir_of(composed: Composed, swept: Collection[str]) -> Path:
+    """Return the run folder of a point: that of its job, with a digest of the swept labels added."""
+    run_dir: Path = composed.job.run_dir
+    own = [override for override in composed.overrides if override_key(override) in swept]
+    if not own:
+        return run_dir
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()[:8]
+    return run_dir.with_name(f"{run_dir.name}-{digest}")

@@ -29,7 +29,6 @@ from harness.launch.sweep.folder import (
     Point,
     Skipped,
     SweepFolder,
-    check_swept,
     labels,
     override_key,
     run_dir_of,
@@ -181,7 +180,7 @@ class Study:
     def __post_init__(self) -> None:
         self._axes = {override_key(name) for name in self.space.axes}
         # Each value of a label that is an axis has a run of its own.
-        self._swept = check_swept([name for name in self._axes if sets_label(name)])
+        self._swept = set(filter(sets_label, self._axes))
 
     def run(self) -> None:
         """Run the trials that are left."""
@@ -330,7 +329,7 @@ class Study:
         """Return the value of a point that has ended, or its failure."""
         if composed.job is None:
             return PointFailedError(f"not a valid job: {composed.reason}")
-        run_dir = run_dir_of(composed.job, self._swept)
+        run_dir = run_dir_of(composed, self._swept)
         [seen] = states_of([Point(composed.job.id, run_dir, composed.overrides)])
         if seen.state != "completed":
             return PointFailedError(f"{seen.state}: {seen.about}")

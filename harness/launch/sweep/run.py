@@ -26,10 +26,8 @@ from harness.launch.sweep.folder import (
     Point,
     Skipped,
     SweepFolder,
-    constant_labels,
     folder_of,
     labels,
-    sets_label,
     unique_points,
 )
 from harness.metrics.console import progress
@@ -59,8 +57,8 @@ class Array:
 def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     """Group points into arrays of which at most ``limit`` points run at once, over all arrays.
 
-    SLURM limits each array separately, so the limit is divided among the arrays. If there are more
-    arrays than the limit, some wait until another one has ended.
+    SLURM limits each array separately, so each has an equal share. Of more arrays than the limit
+    one point runs at once, and an array waits for the one ``limit`` places before it.
     """
     by_shape: dict[Shape, list[Point]] = {}
     for point in points:
@@ -69,37 +67,12 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     pieces = []
     for group in by_shape.values():
         pieces += [group[start : start + most] for start in range(0, len(group), most)]
-    shares = _shares([len(piece) for piece in pieces], limit)
-    # As many chains as may run at once. In a chain each array waits for the one before it; the next
-    # array goes to the chain with the fewest points.
-    chains = [Chain() for _ in range(min(limit, len(pieces)))]
     arrays = []
     for index, piece in enumerate(pieces):
-        shortest = min(chains, key=lambda chain: chain.points)
-        arrays.append(Array(piece, shares[index], shortest.last))
-        shortest.last = index
-        shortest.points += len(piece)
+        share, rest = divmod(limit, len(pieces))
+        share = share + 1 if index < rest else max(1, share)
+        arrays.append(Array(piece, share, index - limit if index >= limit else None))
     return arrays
-
-
-@dataclass
-class Chain:
-    """Arrays that run one after another: the number of their points, and the index of the last array."""
-
-    points: int = 0
-    last: int | None = None
-
-
-def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """Divide the limit among arrays: one for each, then one at a time to the array with the longest queue."""
-    shares = [1] * len(lengths)
-    for _ in range(limit - len(lengths)):
-        queues = [length / share for length, share in zip(lengths, shares, strict=True)]
-        longest = max(queues, default=0)
-        if longest <= 1:
-            break
-        shares[queues.index(longest)] += 1
-    return shares
 
 
 @dataclass(frozen=True)
@@ -223,12 +196,7 @@ class Selection:
 def sweep(composed: Sequence[Composed]) -> int:
     """Run a multirun; return the exit code: 0 if all valid points are complete or submitted."""
     legal = [each for each in composed if each.job is not None]
-    constant = constant_labels([each.overrides for each in composed])
-    skipped = []
-    for each in composed:
-        if each.job is None:
-            swept = tuple(o for o in each.overrides if sets_label(o) and o not in constant)
-            skipped.append(Skipped(each.overrides, each.reason, swept))
+    skipped = [Skipped(each.overrides, each.reason) for each in composed if each.job is None]
     if not legal:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(

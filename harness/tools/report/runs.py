@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from harness.config.job import Job, differing_numerics
-from harness.launch.rows import Row, fastest_first, in_short, job_of
+from harness.launch.rows import Row, fastest_first, job_of
 from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.result import PREFIX, evaluated_columns
@@ -18,8 +18,10 @@ from harness.tools.report.predictions import MEMORY, RATE, errors_in_words
 from harness.tools.report.rounds import tables_of_rounds
 from harness.util.document import Block, Document, Figure
 from harness.util.tables import Column, Table
-from harness.util.words import NOT_MEASURED, plural
+from harness.util.words import NOT_MEASURED, plural, shortened
 
+# Characters of a list of fields.
+LONGEST_LIST = 110
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
 _OF_LOSSES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
@@ -92,9 +94,8 @@ def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
     jobs = [job for job in map(job_of, ordered) if job is not None]
     differ = list(dict.fromkeys(chain(*(differing_numerics(jobs[0], job) for job in jobs[1:]))))
     if differ:
-        notes.append(
-            f"The numerics of runs differ ({in_short(differ)}): compare losses as well as speed."
-        )
+        named = shortened(", ".join(differ), LONGEST_LIST)
+        notes.append(f"The numerics of runs differ ({named}): compare losses as well as speed.")
     if any(row.get("measured.spread") for row in ordered):
         notes.append(f"{THROUGHPUT}. {SPREAD}")
     names = [row["point"] for row in ordered]
