@@ -16,22 +16,8 @@ from harness.config.fields import check_written
 from harness.util.errors import EXIT_OK, UserError
 
 CFG = ("job",)
-_CONF = "--config-dir FOLDER, which adds your files to those of conf/"
 # Flags of which a command has one.
 ALONE = ("help", "cfg", "multirun")
-# Hydra's flags that are not supported, and what to type instead.
-REFUSED = {
-    "--config-path": _CONF,
-    "-cp": _CONF,
-    "--hydra-help": "--help",
-    "--shell-completion": "--help, which lists groups, options and fields",
-    "-sc": "--help, which lists groups, options and fields",
-    "--run": "the command without it",
-    "-r": "the command without it",
-    "--info": "--cfg job, which prints the composed job",
-    "-i": "--cfg job, which prints the composed job",
-    "--experimental-rerun": "the overrides of overrides.txt in the run's folder",
-}
 
 
 class Argument:
@@ -131,22 +117,18 @@ class Parser(argparse.ArgumentParser):
         if "=" in shown:  # an override: --help alone shows the screen
             rest = [shown, *rest]
             line.help = ""
-        for number, typed in enumerate(rest, start=1):
+        for typed in rest:
             if typed.startswith("-"):
-                self._refuse(typed, "".join(rest[number : number + 1]), schema)
+                self._refuse(typed.partition("=")[0], schema)
         if rest and schema is None:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         line.overrides = rest
         return line
 
-    def _refuse(self, argument: str, after: str, schema: type | None) -> NoReturn:
-        typed, _, value = argument.partition("=")
-        if typed in REFUSED:
-            raise UserError(f"{typed}: is not supported; would work: {REFUSED[typed]}")
+    def _refuse(self, typed: str, schema: type | None) -> NoReturn:
         name = typed.lstrip("-").replace("-", "_")
         fields = [] if schema is None else namesakes(schema, name.rpartition(".")[2])
-        value = value or ("true" if "=" in after or not after else after)
-        works = " or ".join(f"{field}={value}" for field in fields if field.endswith(name))
+        works = " or ".join(f"{field}=VALUE" for field in fields if field.endswith(name))
         if works:
             raise UserError(f"{typed}: no such flag; would work: {works}")
         close = difflib.get_close_matches(typed, self._option_string_actions, n=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.inputs import require_inputs
-from harness.launch.queue import Queued, SlurmError, describe, jobs, require_slurm
+from harness.launch.queue import Queued, SlurmError, jobs, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
 from harness.launch.state import BUSY, RunState, SlurmJobRecord, record_lost
 from harness.run.folder import RunFolder
@@ -46,11 +46,11 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     if seen.is_held:
         there = folder.read_job()
         how = f"already submitted ({seen.state})"
-        about = f"{seen.about}\n"
+        about = f"{seen.about}\nscancel it first to change its sbatch options\n"
         ident = seen.job_id  # another controller may have died before it wrote the id
     words = (
-        f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
-        f"{_kept_in_words(there, job)}\n{about}run folder {folder.path}\n"
+        f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}\n"
+        f"{about}run folder {folder.path}\n"
     )
     if job.cluster.parsable:
         sys.stderr.write(words)
@@ -60,29 +60,14 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     return follow(job, folder) if job.cluster.wait else EXIT_OK
 
 
-def _kept_in_words(submitted: Job, typed: Job) -> str:
-    """Return the sbatch options in which a queued job differs from the one typed now; empty if none do."""
-    before = dict(shape_of(submitted).options)
-    now = dict(shape_of(typed).options)
-    kept = [name for name in sorted({**before, **now}) if before.get(name) != now.get(name)]
-    words = ", ".join(f"{name}={before[name]}" if name in before else f"no {name}" for name in kept)
-    return f"; it keeps {words}, scancel it first to change that" if kept else ""
-
-
 def _last_state(folder: RunFolder, submission: Submission) -> RunState:
     """Return the state of a run that may have a job; write the row of a job that is lost."""
     if SlurmJobRecord.read(folder.path) is None:
         found = SlurmJobRecord(submission.name).find(jobs())
-        # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
-        output = "" if found is None else describe(found.id).get("StdOut", "")
-        if (
-            found is not None
-            and output
-            and f"{submission.folder}/".startswith(output.rpartition("/")[0])
-        ):
+        if found is not None:
             raise UserError(
-                f"{folder.path}: SLURM job {found.id} ({found.state}) belongs to this run, but its run "
-                f"folder was removed; would work: scancel {found.id}, then the same command"
+                f"{folder.path}: SLURM job {found.id} ({found.state}) has this run's name, and its folder "
+                f"was removed or is elsewhere; would work: scancel {found.id}, or another name=NAME"
             )
     [[seen], closed] = record_lost([folder.path])
     for each in closed:

@@ -16,11 +16,15 @@ _logger = logging.getLogger(__name__)
 
 
 class PlainConsole:
-    """Shows progress, metrics and messages of a run: one flushed line per row."""
+    """Shows progress, metrics and messages of a run: one flushed line per row.
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+    Without a stream it shows nothing. Warnings then go to the log of the process: they say that
+    requested output is lost.
+    """
+
+    def __init__(self, total_steps: int, stream: TextIO | None) -> None:
         self._total_steps = total_steps
-        self._stream = stream or sys.stdout
+        self._stream = stream
         self._metrics: Sequence[Metric] = ()
 
     def begin(self, metrics: Sequence[Metric]) -> None:
@@ -46,11 +50,14 @@ class PlainConsole:
 
     def message(self, text: str) -> None:
         """Show a line of text."""
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        if self._stream is not None:
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
     def warn(self, text: str) -> None:
         """Show a warning."""
+        if self._stream is None:
+            _logger.warning(text)
         self.message(f"warning: {text}")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
@@ -58,28 +65,12 @@ class PlainConsole:
 
         A failed run has only an exit code, and nothing is shown of it.
         """
-        if values.keys() != {"exit_code"}:
-            self.message("\n".join(_summary_lines(title, values)))
-
-
-class SilentConsole(PlainConsole):
-    """Shows nothing. Warnings go to the log of the process: they say that requested output is lost."""
-
-    def log(self, row: Mapping[str, Any]) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def summary(self, title: str, values: Mapping[str, Any]) -> None: ...
-
-    def warn(self, text: str) -> None:
-        _logger.warning(text)
-
-
-def make_console(kind: str, total_steps: int) -> PlainConsole:
-    """Make the console that ``metrics.console`` names: plain or none."""
-    if kind == "none":
-        return SilentConsole(total_steps)
-    return PlainConsole(total_steps)
+        if values.keys() == {"exit_code"}:
+            return
+        shown = {name: _format(value) for name, value in values.items() if value is not None}
+        width = max(map(len, shown), default=0)
+        lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
+        self.message("\n".join([title, *lines]))
 
 
 @contextmanager
@@ -111,12 +102,6 @@ def progress(total: int, *, seconds: float = 0.0) -> Iterator[Callable[[str], No
         sys.stderr.flush()
 
     yield begin
-
-
-def _summary_lines(title: str, values: Mapping[str, Any]) -> list[str]:
-    shown = {name: _format(value) for name, value in values.items() if value is not None}
-    width = max(map(len, shown), default=0)
-    return [title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())]
 
 
 def _format(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ class MetricsFile:
         self._file.write(line)
         self._file.flush()
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int) -> None:
         """Drop the rows of later steps: a run that resumes from ``step`` will write them again.
 
         Damaged lines are dropped too, with a note, after the file was added to a copy.
@@ -53,25 +52,6 @@ class MetricsFile:
             self._file.close()
             write_atomically(self.path, b"".join(dumps(row).encode() + b"\n" for row in kept))
             self._file = self.path.open("a+b")
-        return len(rows) - len(kept)
-
-    def expect_rows_up_to(self, step: int, interval: int) -> None:
-        """Add a note if rows before ``step`` are missing.
-
-        Args:
-            step: last step that the run has finished.
-            interval: steps between rows; in an earlier attempt it may have been larger.
-        """
-        steps = sorted({_step(row) for row in read_rows(self.path)[0] if "loss" in row} | {0})
-        apart = max(
-            (later - earlier for earlier, later in itertools.pairwise(steps[1:])), default=0
-        )
-        last_due = step - step % max(interval, apart)
-        if steps[-1] < max(last_due, min(step, 1)):
-            self.notes.append(
-                f"WARNING {self.path}: the rows of steps {steps[-1] + 1} to {step} are missing; "
-                "the curve has a gap there"
-            )
 
     def close(self) -> None:
         """Close the file; add a note if it is gone, or lines in it are damaged."""

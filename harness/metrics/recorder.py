@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from harness.config.metrics import VIEWS
 from harness.config.registry import load_attribute
 from harness.metrics.columns import Metric
-from harness.metrics.console import PlainConsole, SilentConsole, make_console
+from harness.metrics.console import PlainConsole
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.views import ShownRun, View
 from harness.util.errors import missing_package
@@ -26,14 +27,13 @@ class Recorder:
 
     def __init__(self, run: ShownRun, total_steps: int) -> None:
         self._run = run
-        self._console: PlainConsole = make_console(run.config.console, total_steps)
+        is_silent = run.config.console == "none"
+        self._console = PlainConsole(total_steps, None if is_silent else sys.stdout)
         self._file: MetricsFile | None = None
         self._views: list[View] = []
         self._closed = False
 
-    def begin(
-        self, start_step: int, metrics: Sequence[Metric] = (), *, has_curve: bool = False
-    ) -> None:
+    def begin(self, start_step: int, metrics: Sequence[Metric] = ()) -> None:
         """Open the file and the views.
 
         Args:
@@ -41,17 +41,13 @@ class Recorder:
                 earlier attempt wrote after its last checkpoint, are dropped: they will be written
                 again.
             metrics: columns of rows, in the order of a line on the console.
-            has_curve: whether this folder should have the rows up to that step; missing rows are
-                reported.
         """
-        self._run, config = replace(self._run, start_step=start_step), self._run.config
+        self._run = replace(self._run, start_step=start_step)
         self._file = MetricsFile(self._run.run_dir / METRICS_FILE)
         self._file.truncate_after(start_step)
-        if has_curve:
-            self._file.expect_rows_up_to(start_step, config.log_interval)
         self._show_notes()
         self._tell(lambda console: console.begin(metrics))
-        for name, options in config.shown.items():
+        for name, options in self._run.config.shown.items():
             self._add_view(name, options)
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -89,7 +85,7 @@ class Recorder:
         try:
             tell(self._console)
         except Exception as error:  # see _switched_off
-            self._console = SilentConsole(0)
+            self._console = PlainConsole(0, None)
             self._switched_off("console", error)
 
     def _add_view(self, name: str, options: dict[str, Any]) -> None:

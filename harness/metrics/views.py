@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import netrc
 import os
-import queue
 import re
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -168,15 +168,11 @@ class TensorBoardView:
 
 _JOB_ID = "harness.job_id"
 _FOLDER = "harness.run_dir"
-# Rows that come while a request is on its way are sent by the next one.
-_ROWS_PER_REQUEST = 50
 # Limits of MLflow's REST API (mlflow/utils/validation.py).
 _PARAMS_PER_REQUEST = 100
-_METRICS_PER_REQUEST = 1000
 _LONGEST_PARAM = 6000
 _LONGEST_NAME = 250
 _NOT_IN_NAMES = re.compile(r"[^\w.:/ -]")
-_Row = tuple[int, int, Mapping[str, Any]]
 
 
 class MlflowView:
@@ -200,11 +196,9 @@ class MlflowView:
 
         self._client = MlflowClient(tracking_uri=run.options.tracking_uri)
         self._id = self._begin(run)
-        self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
         self._step = run.start_step
-        self._thread = threading.Thread(target=self._send_rows, name="mlflow", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._sent: deque[Future[Any]] = deque()
 
     def _begin(self, run: ShownRun) -> str:
         from mlflow.entities import Param
@@ -227,26 +221,25 @@ class MlflowView:
         params = [
             Param(_valid(key), str(each)[:_LONGEST_PARAM]) for key, each in flatten(run.job).items()
         ]
-        for some in _batches(params, _PARAMS_PER_REQUEST):
-            self._client.log_batch(ident, params=some)
+        for begin in range(0, len(params), _PARAMS_PER_REQUEST):
+            self._client.log_batch(ident, params=params[begin : begin + _PARAMS_PER_REQUEST])
         return ident
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Send a row in the background; raise an error that sending earlier rows has raised."""
-        if self._error is not None:
-            raise self._error
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
         self._step = int(row["step"])
-        self._rows.put((self._step, time.time_ns() // 1_000_000, row))
+        self._send(row)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Send the rest; ``exit_code`` or ``exit_reason`` in ``summary`` set the status of the MLflow run."""
-        final = {f"summary/{key}": value for key, value in flatten(dict(summary)).items()}
-        self._rows.put((self._step, time.time_ns() // 1_000_000, final))
-        self._rows.put(None)
-        self._thread.join(_UPLOAD_SECONDS)
-        if self._error is not None:
-            raise self._error
-        if self._thread.is_alive():
+        self._send({f"summary/{key}": value for key, value in flatten(dict(summary)).items()})
+        done, late = wait(self._sent, _UPLOAD_SECONDS)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for each in done:
+            each.result()
+        if late:
             raise TimeoutError(f"rows were not sent within {_UPLOAD_SECONDS:.0f} seconds")
         code = int(summary.get("exit_code") or EXIT_OK)
         is_stopped = code in STOPPED or "exit_reason" in summary
@@ -257,37 +250,16 @@ class MlflowView:
             status = "FINISHED"
         self._client.set_terminated(self._id, status)
 
-    def _send_rows(self) -> None:
-        try:
-            for rows in self._waiting_rows():
-                metrics: list[Any] = []
-                for row in rows:
-                    metrics += _metrics(*row)
-                for some in _batches(metrics, _METRICS_PER_REQUEST):
-                    self._client.log_batch(self._id, metrics=some)
-        except Exception as error:  # raised by log and close
-            self._error = error
+    def _send(self, row: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric
 
-    def _waiting_rows(self) -> Iterator[list[_Row]]:
-        while True:
-            rows = [self._rows.get()]
-            while len(rows) < _ROWS_PER_REQUEST and not self._rows.empty():
-                rows.append(self._rows.get())
-            yield [row for row in rows if row is not None]
-            if rows[-1] is None:
-                return
-
-
-def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (items[begin : begin + size] for begin in range(0, len(items), size))
-
-
-def _metrics(step: int, milliseconds: int, row: Mapping[str, Any]) -> Iterator[Any]:
-    from mlflow.entities import Metric
-
-    for key, value in row.items():
-        if key != "step" and isinstance(value, int | float):
-            yield Metric(_valid(key), float(value), milliseconds, step)
+        now = time.time_ns() // 1_000_000
+        metrics = [
+            Metric(_valid(key), float(value), now, self._step)
+            for key, value in row.items()
+            if key != "step" and isinstance(value, int | float)
+        ]
+        self._sent.append(self._thread.submit(self._client.log_batch, self._id, metrics=metrics))
 
 
 def _valid(name: str) -> str:

@@ -12,8 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from harness.metrics.columns import Metric
 
@@ -237,14 +238,14 @@ class Window:
 
     def summary(self) -> dict[str, float | int | None]:
         """Return ``SUMMARY``, without the prefix; values other than counts are None without a step."""
-        ordered = sorted(step.seconds for step in self._latest)
-        middle = median(ordered) if ordered else None
-        rates = sorted(step.tokens / step.seconds for step in self._latest if step.seconds > 0)
+        times = [step.seconds for step in self._latest]
+        rates = [step.tokens / step.seconds for step in self._latest if step.seconds > 0]
+        middle = _quantile(times, 0.5)
         steps = self._steps
         tokens = self._tokens
         seconds = self._seconds
-        p10 = _quantile(ordered, 0.1)
-        p90 = _quantile(ordered, 0.9)
+        p10 = _quantile(times, 0.1)
+        p90 = _quantile(times, 0.9)
         spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
         return {
             "window_steps": steps,
@@ -278,11 +279,5 @@ def _ratio(part: float, whole: float | None) -> float | None:
     return part / whole if whole else None
 
 
-def _quantile(ordered: list[float], q: float) -> float | None:
-    """Quantile ``q`` with linear interpolation between neighbours, numpy's default."""
-    if not ordered:
-        return None
-    position = q * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+def _quantile(values: list[float], q: float) -> float | None:
+    return float(np.quantile(values, q)) if values else None

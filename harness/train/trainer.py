@@ -252,12 +252,11 @@ class Trainer:
             self.progress.resume(resumed.state)
         if self.recorder is not None:
             step = self.progress.step
-            has_curve = self.saver.folder.path_of(step) == self.resumed_from
             hidden = {"loss_max"} if self.job.world_size == 1 else set()
             if self.efficiency.peak.flops is not None or self.engine.device.type == "cpu":
                 hidden.add("tflops_per_device")
             shown = [each for each in metrics_of_rows(self.observers) if each.name not in hidden]
-            self.recorder.begin(step, shown, has_curve=has_curve)
+            self.recorder.begin(step, shown)
 
     def _save_seed(self) -> str:
         if self.resumed_from is not None and self.progress.step > 0:

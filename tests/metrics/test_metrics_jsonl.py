@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cases import rows
 
 from harness.metrics.jsonl import MetricsFile, read_metrics, read_rows
 from harness.util.errors import UserError
@@ -105,34 +104,12 @@ def test_damage_done_while_the_run_writes_is_reported_at_the_end(path):
     assert file.notes == [f"WARNING {path} was deleted while the run wrote it"]
 
 
-@pytest.mark.parametrize(
-    ("logged", "step", "interval", "missing"),
-    rows("""
-        [1, 2, 3, 4]  4   1   null
-        [1, 2]        4   1   3 to 4
-        []            4   1   1 to 4
-        []            4   10  1 to 4
-        [1, 10, 20]   25  10  null
-        [1, 10]       25  10  11 to 25
-        [1]           10  10  2 to 10
-        [1, 10, 20]   25  1   null
-        []            0   1   null
-    """),
-)
-def test_missing_rows_are_reported(path, logged, step, interval, missing):
-    write(path, *logged)
-    with closing(MetricsFile(path)) as file:
-        file.expect_rows_up_to(step, interval)
-        expected = [] if missing is None else [True]
-        assert [f"rows of steps {missing} are missing" in note for note in file.notes] == expected
-
-
 def test_truncate_after_a_step(path):
     write(path, 1, 2, 3, 4)
     with closing(MetricsFile(path)) as file:
-        assert file.truncate_after(2) == 2
+        file.truncate_after(2)
         file.write({"step": 3, "loss": 9.0})
-        assert file.truncate_after(3) == 0
+        file.truncate_after(3)
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
         (1, 0.5),
         (2, 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +12,7 @@ import pytest
 
 from harness.config.metrics import MetricsConfig
 from harness.config.training import OBSERVERS
-from harness.metrics.console import PlainConsole, make_console, progress
+from harness.metrics.console import PlainConsole, progress
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun
@@ -130,7 +131,7 @@ def test_progress_of_verbs(monkeypatch):
 
 def test_a_failed_run_has_no_summary(capsys):
     """Of its values but the code: the error says the rest."""
-    console = make_console("plain", 10)
+    console = PlainConsole(10, sys.stdout)
     console.summary("summary", {"exit": "done"})
     console.summary("summary", {"exit_code": 2})
     assert capsys.readouterr().out == "summary\n  exit  done\n"
