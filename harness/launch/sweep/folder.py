@@ -265,6 +265,13 @@ def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
     return tuple(text for text in skipped.overrides if not sets_label(text)), skipped.reason
 
 
+COMMAND_LABELS = {
+    f"cluster.{name}"
+    for name in ("confirm_gpu_hours", "dry_run", "max_running", "parsable", "wait")
+}
+"""Labels that configure the command that starts a sweep, not its runs."""
+
+
 def unique_points(
     composed: Sequence[Composed], swept: Collection[str] | None = None
 ) -> list[Point]:
@@ -273,6 +280,9 @@ def unique_points(
     ``swept`` are labels: each of their values has a run of its own. None: ``swept_labels``.
     """
     swept = swept_labels(composed) if swept is None else swept
+    if of_command := COMMAND_LABELS.intersection(swept):
+        rule = "configures the command, not its runs; would work: one value for all points"
+        raise UserError(f"{min(of_command)}: {rule}")
     found: dict[Path, Point] = {}
     for each in composed:
         path = run_dir_of(each, swept)
