@@ -7,7 +7,7 @@ line are merged as plain dictionaries. No code that runs a job imports Hydra or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,7 @@ from harness.compose.hydra import (
     search_path,
     special_texts,
 )
-from harness.compose.hydra_errors import INTERVAL, MISSING, user_errors
+from harness.compose.hydra_errors import MISSING, user_errors
 from harness.compose.length import WARMUP, other_lengths, with_fitting_warmup
 from harness.compose.override import Override, last_text, parse
 from harness.compose.overrides import (
@@ -204,7 +204,7 @@ class Composer:
         for override in overrides:
             parsed = self._hydra.parse(override, self.schema)
             if parsed.is_sweep_override():
-                raise sweep_error(parsed)
+                raise UserError(f"{override.source}: {SWEPT}")
             key = parsed.get_key_element()
             group = parsed.key_or_group
             if override.sets_search_path:
@@ -293,21 +293,10 @@ class Composer:
         return recorded_model(path, field) if field in WEIGHTS else model_node(path)
 
 
-def sweep_error(parsed: Any) -> UserError:
-    from hydra.core.override_parser.types import ValueType
-
-    typed = str(parsed.input_line)
-    works = "-m, which runs one job for each value"
-    if parsed.value_type == ValueType.SIMPLE_CHOICE_SWEEP:
-        works = (
-            "-m to run one job for each, [...] around a list, quotes around one text with commas"
-        )
-        return UserError(f"{typed}: has several values; would work: {works}")
-    if parsed.is_interval_sweep():
-        return UserError(
-            f"{typed}: {INTERVAL}; would work: one value, or range(START,STOP) with -m"
-        )
-    return UserError(f"{typed}: is a sweep; would work: {works}")
+SWEPT = (
+    "has several values; would work: -m to run one job for each, [...] around a list, quotes around one "
+    "text with commas"
+)
 
 
 @dataclass(frozen=True)
@@ -350,8 +339,7 @@ def require_one_point(
     files = [override for override in overrides if override.startswith(("sweep=", "experiment="))]
     if not files and not any(override.startswith(AXES) for override in overrides):
         return
-    with search_path(overrides, config_name) as overrides:
-        axes = Composer(config_name, schema).axes([parse(override) for override in overrides])
+    axes = Composer(config_name, schema).axes([parse(override) for override in overrides])
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {parse(override).key for override in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
@@ -390,15 +378,12 @@ SETTINGS = "sweep."
 
 
 def chooses_points(
-    overrides: Iterable[str], *, config_name: str = "train", schema: type = Job
+    overrides: Sequence[str], *, config_name: str = "train", schema: type = Job
 ) -> bool:
     """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
-    overrides = list(overrides)
     if any(override.startswith(SETTINGS) for override in overrides):
         return True
-    with search_path(overrides, config_name) as overrides:
-        parsed = checked(overrides, schema)
-        params = Composer(config_name, schema).axes(parsed)
+    params = Composer(config_name, schema).axes(checked(overrides, schema))
     return any(name.startswith(SETTINGS) for name in params)
 
 
@@ -509,7 +494,8 @@ def _listed_points(text: str, schema: type) -> list[list[str]]:
 
 
 WORKS = (
-    "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
+    "values separated by commas, range(START,STOP,STEP), glob(PATTERN) for options of a group, or "
+    "sweep=optuna, which takes interval()"
 )
 
 
@@ -520,11 +506,7 @@ def check_axes(parsed: Iterable[Any]) -> None:
     for axis in parsed:
         if not axis.is_sweep_override():
             continue
-        typed = str(axis.input_line)
         value = axis.value()
-        if axis.is_interval_sweep():
-            raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
-        if isinstance(value, RangeSweep) and value.step == 0:
-            raise UserError(f"{typed}: the step of a range must not be 0; would work: {WORKS}")
-        if next(axis.sweep_iterator(), None) is None:
-            raise UserError(f"{typed}: an axis without values; would work: {WORKS}")
+        is_endless = isinstance(value, RangeSweep) and value.step == 0
+        if axis.is_interval_sweep() or is_endless or next(axis.sweep_iterator(), None) is None:
+            raise UserError(f"{axis.input_line}: a grid needs points; would work: {WORKS}")

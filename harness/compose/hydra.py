@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from harness.compose.hydra_errors import not_yaml, user_errors
+from harness.compose.hydra_errors import user_errors
 from harness.compose.override import SETTING, Override, parse, quoted
 from harness.compose.overrides import FROM_CONFIG
 from harness.compose.paths import (
@@ -67,7 +67,8 @@ class Hydra:
                 try:
                     return super().load_config(config_path)
                 except UnicodeDecodeError as error:
-                    raise not_yaml(config_folders().find(config_path), error) from None
+                    file = config_folders().find(config_path)
+                    raise UserError(f"{file}: is not YAML in UTF-8: {error}") from None
 
         Plugins.instance()  # finds the readers of files
         store = ConfigStore.instance()

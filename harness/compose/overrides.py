@@ -77,10 +77,6 @@ def _check(override: Override, schema: type) -> None:
     if key not in known_groups:
         check_field(key, value, schema, list(known_groups), sign)
     elif value is not None and "{" not in value:
-        if sign in ("+", "++") and not place and key not in own_groups():
-            raise UserError(
-                f"{source}: a group is chosen without {sign}; would work: {key}={value}"
-            )
         _check_options(key, value)
     elif sign == "~" and key in fields_of(schema):
         options = " or ".join(options_of(key))
@@ -96,20 +92,11 @@ def options_of(group: str) -> list[str]:
     return sorted(options)
 
 
-def own_groups() -> set[str]:
-    """Groups that only folders of the search path have. ``+`` adds one to a job, as Hydra says."""
-    conf = config_folders().paths[0]
-    return {name for name, folders in groups().items() if conf / name not in folders}
-
-
 def _check_options(group: str, value: str) -> None:
     options = [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
     if value.strip().startswith("[") and group not in LISTED:
-        rule = "a group takes one option; would work:"
-        first = value.strip().strip("[]").split(",")[0].strip()
-        raise UserError(
-            f"{group}={value}: {rule} {group}={first if first in options else options[0]}"
-        )
+        works = f"{group}=OPTION, -m for several"
+        raise UserError(f"{group}={value}: a group takes one option; would work: {works}")
     if "(" in value or value.strip() == "[]":
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
@@ -122,9 +109,8 @@ def _check_options(group: str, value: str) -> None:
 
 
 def _similar(name: str, options: list[str]) -> list[str]:
-    """Options that contain a name (h100, or fp8 as float8), or else the one that is spelled like it."""
-    spelled_out = name.replace("fp", "float")
-    inside = [option for option in options if name and (name in option or spelled_out in option)]
+    """Options that contain a name (h100), or else the one that is spelled like it."""
+    inside = [option for option in options if name and name in option]
     return inside[:MOST_SIMILAR] or difflib.get_close_matches(name, options, n=1)
 
 

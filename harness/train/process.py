@@ -32,35 +32,20 @@ def launched_ranks() -> int | None:
     """
     if "RANK" not in os.environ:
         return None
-    size = _launcher_number("WORLD_SIZE", 1)
-    _launcher_number("RANK", 0, size)
-    if size > 1:
-        _launcher_number("MASTER_PORT", 1, 65536)
-        if not os.environ.get("MASTER_ADDR"):
-            raise _launcher_error("MASTER_ADDR", "is missing")
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if name in os.environ:
-            _launcher_number(name, 0)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    values = [os.environ.get(name, "0") for name in names]
+    numbers = [int(value) if value.isdecimal() else -1 for value in values]
+    rank, size, _, _, port = numbers
+    meets = size == 1 or (os.environ.get("MASTER_ADDR") and 0 < port < 65536)
+    if min(numbers) < 0 or rank >= size or not meets:
+        given = [
+            f"{name}={os.environ[name]}" for name in (*names, "MASTER_ADDR") if name in os.environ
+        ]
+        raise UserError(
+            f"{' '.join(given)}: RANK means that a launcher started this process, and these variables are "
+            f"not complete and possible; would work: torchrun, or {_WITHOUT_LAUNCHER}"
+        )
     return size
-
-
-def _launcher_number(name: str, least: int, below: int | None = None) -> int:
-    """Read a number that a launcher must set."""
-    value = os.environ.get(name)
-    if value is None:
-        raise _launcher_error(name, "is missing")
-    number = int(value) if value.isdecimal() else -1
-    if number < least or (below is not None and number >= below):
-        end = "" if below is None else f" and less than {below}"
-        raise _launcher_error(f"{name}={value}", f"must be a whole number of at least {least}{end}")
-    return number
-
-
-def _launcher_error(name: str, rule: str) -> UserError:
-    return UserError(
-        f"{name}: {rule}; RANK={os.environ['RANK']} means that a launcher started this process; would work: "
-        f"torchrun, or {_WITHOUT_LAUNCHER}"
-    )
 
 
 _WITHOUT_LAUNCHER = "env -u RANK -u WORLD_SIZE before the command, if no launcher started it"
@@ -88,7 +73,6 @@ _ALIASES = {
 # Parameters of mallopt(3), from malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
-SHOWN = ("PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
 def settings(job: Job, run_dir: Path) -> dict[str, str]:
@@ -191,23 +175,6 @@ def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
         yield collect
     finally:
         gc.enable()
-
-
-def describe(job: Job, device_type: str) -> str:
-    """Say in a line which settings the user has changed, or should change; empty if there are none."""
-    if device_type != "cuda":
-        return ""
-    parts = []
-    if job.precision.param_dtype == "float32":
-        precision = job.training.matmul_precision
-        parts.append(
-            f"all products in float32, {precision} precision (precision=bf16 is several times as fast)"
-        )
-    for name in SHOWN:
-        found = [each for each in (name, *_ALIASES.get(name, ())) if each in os.environ]
-        if found != [name] or os.environ[name] != settings(job, Path())[name]:
-            parts += [f"{each}={os.environ[each]}" for each in found]
-    return f"process: {', '.join(parts)}" if parts else ""
 
 
 @contextmanager

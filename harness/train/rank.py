@@ -196,8 +196,11 @@ def run_rank(
                 )
                 rank.recorder = Recorder(shown, job.steps)
                 rank.recorder.message(describe(job, folder, device))
-                if changed := process.describe(job, device.type):
-                    rank.recorder.message(changed)
+                if device.type == "cuda" and job.precision.param_dtype == "float32":
+                    rank.recorder.message(
+                        f"all products in float32, {job.training.matmul_precision} precision "
+                        "(precision=bf16 is several times as fast)"
+                    )
             rank.trainer = Trainer(job, folder, build_engine(job, device), rank.recorder, started)
             return rank.end(rank.trainer, rank.trainer.train())
     except BaseException as error:

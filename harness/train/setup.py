@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import re
 import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -54,17 +52,15 @@ def pick_device(job: Job) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        rule = f"torch sees no CUDA device on {node_name()}"
-        driver = driver_version() if count_gpus() else None
-        if driver is not None:
-            rule += (
-                f", which has GPUs with driver {driver}: torch {torch.__version__} is built for "
-                f"CUDA {torch.version.cuda}"
+        rule = (
+            f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no CUDA device on "
+            f"{node_name()}"
+        )
+        if wanted == "cuda" or count_gpus():
+            works = (
+                "cpu, or on a node with GPUs a build of torch for the CUDA that nvidia-smi shows"
             )
-            works = "a build of torch for the CUDA that nvidia-smi shows, or cpu"
             raise ConfigError("cluster.device", wanted, rule, works)
-        if wanted == "cuda":
-            raise ConfigError("cluster.device", wanted, rule, ["cpu", "auto"])
         return torch.device("cpu")
     index = local_rank()
     count = torch.cuda.device_count()
@@ -76,17 +72,6 @@ def pick_device(job: Job) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
-
-
-DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
-    with suppress(OSError):
-        if found := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text()):
-            return found[1]
-    return None
 
 
 def set_up_process(job: Job) -> None:

@@ -79,7 +79,7 @@ def test_a_primary_config_names_its_search_path(own, tmp_path, monkeypatch):
     # The command line wins, as in Hydra.
     with (
         search_path(["hydra.searchpath=[]"], "from_primary", folders=[str(folder)]) as typed,
-        one_line(UserError, r"^model=mine: no such option; options: "),
+        one_line(UserError, r"Could not find 'model/mine'; Available options in 'model':; "),
     ):
         compose_job([*typed, *VALID], config_name="from_primary")
 
@@ -122,7 +122,10 @@ def test_options_are_listed_and_checked(own):
             "ablation=a",
             r"^Could not override 'ablation'\. .* use \+ablation=a",
         ),
-        ("+model=mine", "^\\+model=mine: a group is chosen without"),
+        (
+            "+model=mine",
+            "^Multiple values for model. To override a value use 'override model: mine'",
+        ),
     ):
         with one_line(UserError, message):
             compose_job([setting, typed, *VALID])

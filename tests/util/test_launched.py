@@ -27,25 +27,22 @@ def test_ranks_are_counted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value"),
     [
-        ("WORLD_SIZE", "abc", "WORLD_SIZE=abc: must be a whole number of at least 1; RANK=1 means"),
-        ("WORLD_SIZE", None, "WORLD_SIZE: is missing; RANK=1 means that a launcher started"),
-        ("RANK", "-1", "RANK=-1: must be a whole number of at least 0 and less than 2"),
-        ("RANK", "2", "RANK=2: must be a whole number of at least 0 and less than 2"),
-        ("MASTER_ADDR", None, "MASTER_ADDR: is missing"),
-        (
-            "MASTER_PORT",
-            "99999",
-            "MASTER_PORT=99999: must be a whole number of at least 1 and less",
-        ),
-        ("LOCAL_RANK", "x", "LOCAL_RANK=x: must be a whole number"),
+        ("WORLD_SIZE", "abc"),
+        ("WORLD_SIZE", None),
+        ("RANK", "-1"),
+        ("RANK", "2"),
+        ("MASTER_ADDR", None),
+        ("MASTER_PORT", "99999"),
+        ("LOCAL_RANK", "x"),
     ],
 )
-def test_mistakes(name, value, says, monkeypatch):
+def test_mistakes(name, value, monkeypatch):
     set_environment(monkeypatch, COMPLETE if value is None else {**COMPLETE, name: value})
     if value is None:
         monkeypatch.delenv(name)
     with pytest.raises(UserError) as refused:
         launched_ranks()
-    assert str(refused.value).startswith(says)
+    assert "RANK means that a launcher started this process" in str(refused.value)
+    assert (f"{name}={value}" in str(refused.value)) == (value is not None)

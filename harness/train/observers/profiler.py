@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from harness.metrics.window import PROFILING
 from harness.train.observer import Need, Observer, Row, Run
@@ -99,31 +99,20 @@ class Profiling(Observer):
         return self._index(step) == self.config.warmup + self.config.active - 1
 
     def _profile(self, first: int) -> profile:
-        warmup = self.config.warmup
-        active = self.config.active
-
-        def action(step: int) -> ProfilerAction:
-            index = max(
-                0, step - first
-            )  # the constructor calls this once before step_num is set below
-            if index < warmup:
-                return ProfilerAction.WARMUP
-            return (
-                ProfilerAction.RECORD_AND_SAVE
-                if index == warmup + active - 1
-                else ProfilerAction.RECORD
-            )
-
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         profiler = profile(
             activities=activities,
-            schedule=action,
+            schedule=schedule(
+                skip_first=first, wait=0, warmup=self.config.warmup, active=self.config.active
+            ),
             record_shapes=self.config.record_shapes,
             with_stack=self.config.with_stack,
         )
-        profiler.step_num = first  # otherwise the trace would count steps from 0
+        # Otherwise the trace would count steps from 0.
+        profiler.step_num = first
+        profiler.current_action = profiler.schedule(first)
         return profiler
 
     def _write(self, trace: profile, step: int) -> None:
