@@ -95,8 +95,8 @@ def options_of(group: str) -> list[str]:
 def _check_options(group: str, value: str) -> None:
     options = [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
     if value.strip().startswith("[") and group not in LISTED:
-        works = f"{group}=OPTION, -m for several"
-        raise UserError(f"{group}={value}: a group takes one option; would work: {works}")
+        rule = f"a group takes one option; would work: {group}=OPTION, -m for several"
+        raise UserError(f"{group}={value}: {rule}")
     if "(" in value or value.strip() == "[]":
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):

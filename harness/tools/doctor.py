@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import shlex
 import shutil
@@ -51,6 +52,7 @@ LEAST_FILES = 4096
 LEAST_SHARED = GIB
 LEAST_FREE_GIB = 20
 PCI = Path("/sys/bus/pci/devices")
+DRIVER = Path("/proc/driver/nvidia/version")
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -171,11 +173,12 @@ def _driver(machine: Machine) -> Finding:
     """Whether torch can use the GPUs that are there."""
     import torch
 
-    from harness.train.setup import driver_version, pick_device
+    from harness.train.setup import pick_device
 
     text = f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if pick_device(machine.job).type == "cuda":
-        return Finding(f"{text}, driver {driver_version() or 'unknown'}")
+        found = re.search(r"\s\d+\.[\d.]+\s", DRIVER.read_text()) if DRIVER.exists() else None
+        return Finding(f"{text}, driver {found[0].strip() if found else 'unknown'}")
     on_cpu = machine.job.cluster.device == "cpu"
     there = [each for each in PCI.glob("*/vendor") if each.read_text().strip() == "0x10de"]
     gpus = sum(each.with_name("class").read_text().startswith("0x03") for each in there)

@@ -112,7 +112,7 @@ class Profiling(Observer):
         )
         # Otherwise the trace would count steps from 0.
         profiler.step_num = first
-        profiler.current_action = profiler.schedule(first)
+        profiler.current_action = profiler.schedule(first)  # type: ignore[assignment]
         return profiler
 
     def _write(self, trace: profile, step: int) -> None:
