@@ -230,8 +230,26 @@ class ActivationBytes(Memo):
         return PartBytes(kept, kept, kept, kept)
 
 
+@dataclass(frozen=True)
 class LogitBytes:
-    """Logits of one microbatch on a rank, from the output projection to their gradient.
+    """Logits of one microbatch on a rank, from the output projection to their gradient."""
+
+    outputs: float = 0.0
+    """The logits themselves."""
+    kept: float = 0.0
+    """Saved from forward to backward."""
+    forward: float = 0.0
+    """Peak of the loss."""
+    backward: float = 0.0
+    """Peak of its backward."""
+    gradient: float = 0.0
+    """During backward of the output projection."""
+    unusable: float = 0.0
+    """Bytes that are free in backward of the loss, but too small for its tensors."""
+
+
+def logit_bytes(job: Job, activations: ActivationBytes) -> LogitBytes:
+    """Compute the logits' memory.
 
     The plain loss (``parallelism/loss.py``) has them in param_dtype and float32, and saves the
     log-softmax. Its backward has three float32 tensors at once: the log-softmax, its gradient, and
@@ -245,61 +263,57 @@ class LogitBytes:
     CUDA's allocator cannot use the memory of the plain loss's logits in backward: they are freed
     after they are copied to float32, and all tensors that follow are twice as large.
     """
-
-    def __init__(self, job: Job, activations: ActivationBytes) -> None:
-        layout = job.parallelism
-        model = job.model
-        self.streams = 1 + model.mtp.depth
-        split = layout.tp > 1 and layout.loss_parallel
-        outputs = costs_of(model).outputs(model)
-        vocabulary = -(-outputs // layout.tp) if split else outputs
-        self.compute = activations.sizes["compute"]
-        self.numbers = float(activations.tokens * vocabulary)
-        self.unusable = 0.0
-        """Bytes that are free in backward of the loss, but too small for its tensors."""
-        # Without the parallel loss, the ranks' columns are gathered.
-        self.columns = self.numbers / layout.tp if layout.tp > 1 and not split else 0.0
-        held = self.compute if layout.pp > 1 else 0  # a schedule keeps the last stage's output
-        inductor = job.compile.loss and job.compile.backend == "inductor"
-        if job.training.loss_chunks > 1:
-            stream = self.streams * activations.tokens * model.dim
-            chunk = self.numbers / job.training.loss_chunks
-            self._chunked(chunk, float(vocabulary * model.dim), stream, FLOAT32 * activations.cpu)
-        elif inductor and split:
-            # Collectives between maximum, sum and difference keep the loss from being one kernel.
-            forward = self.compute + 2 * FLOAT32
-            self._plain(FLOAT32 + held, forward, FLOAT32 + self.compute + held)
-        elif inductor:
-            self._plain(kept=self.compute, forward=2 * self.compute, backward=2 * self.compute)
-        else:
-            copy = FLOAT32 if self.compute < FLOAT32 else 0
-            others = 3 if split else 2
-            forward = self.compute + copy + FLOAT32 * (others - 1)
-            self._plain(FLOAT32 + held, forward, FLOAT32 * (others + 1) + held)
-            if copy and not held and not activations.cpu:
-                self.unusable = self.numbers * self.compute
-
-    def _plain(self, kept: int, forward: int, backward: int) -> None:
-        """Set totals from bytes per logit; several streams run one after another, also in backward."""
-        more = (self.streams - 1) * self.numbers
-        self.kept = self.streams * kept * self.numbers
-        """Saved from forward to backward."""
-        self.forward = (
-            forward * self.numbers + more * (self.compute + kept) + self.compute * self.columns
-        )
-        """Peak of the loss."""
-        self.backward = backward * self.numbers + more * max(kept, self.compute)
-        """Peak of its backward."""
-        self.gradient = self.streams * self.compute * self.numbers + self.compute * self.columns
-        """During backward of the output projection."""
-
-    def _chunked(self, chunk: float, weight: float, stream: float, copies: int) -> None:
-        copy = FLOAT32 if self.compute < FLOAT32 else 0
-        self.kept = self.streams * FLOAT32 * weight + self.compute * stream
-        # The gradient of a chunk is freed after the next one's is allocated.
-        self.forward = self.kept + self.compute * chunk + (self.compute + copy) * chunk
+    layout = job.parallelism
+    model = job.model
+    streams = 1 + model.mtp.depth
+    split = layout.tp > 1 and layout.loss_parallel
+    outputs = costs_of(model).outputs(model)
+    vocabulary = -(-outputs // layout.tp) if split else outputs
+    compute = activations.sizes["compute"]
+    copy = FLOAT32 if compute < FLOAT32 else 0
+    numbers = float(activations.tokens * vocabulary)
+    if job.training.loss_chunks > 1:
+        chunk = numbers / job.training.loss_chunks
+        weight = float(vocabulary * model.dim)
+        stream = activations.tokens * model.dim
+        kept = streams * (FLOAT32 * weight + compute * stream)
         # The saved gradients are multiplied by the gradient of the loss; a CPU copies them to
         # float32.
-        self.backward = self.kept + (copies or self.compute) * weight
-        self.backward += (copies + self.compute) * stream / self.streams
-        self.gradient = 0.0
+        copies = FLOAT32 if activations.cpu else 0
+        return LogitBytes(
+            outputs=compute * numbers,
+            kept=kept,
+            # The gradient of a chunk is freed after the next one's is allocated.
+            forward=kept + (2 * compute + copy) * chunk,
+            backward=kept + (copies or compute) * weight + (copies + compute) * stream,
+        )
+    held = compute if layout.pp > 1 else 0  # a schedule keeps the last stage's output
+    unusable = 0.0
+    # Bytes per logit: saved, at the peak of the loss, at that of its backward.
+    if not (job.compile.loss and job.compile.backend == "inductor"):
+        others = 3 if split else 2
+        kept = FLOAT32 + held
+        forward = compute + copy + FLOAT32 * (others - 1)
+        backward = FLOAT32 * (others + 1) + held
+        if copy and not held and not activations.cpu:
+            unusable = numbers * compute
+    elif split:
+        # Collectives between maximum, sum and difference keep the loss from being one kernel.
+        kept = FLOAT32 + held
+        forward = compute + 2 * FLOAT32
+        backward = FLOAT32 + compute + held
+    else:
+        kept = compute
+        forward = backward = 2 * compute
+    # Without the parallel loss, the ranks' columns are gathered.
+    columns = compute * numbers / layout.tp if layout.tp > 1 and not split else 0.0
+    # Several streams run one after another, also in backward.
+    more = (streams - 1) * numbers
+    return LogitBytes(
+        outputs=compute * numbers,
+        kept=streams * kept * numbers,
+        forward=forward * numbers + more * (compute + kept) + columns,
+        backward=backward * numbers + more * max(kept, compute),
+        gradient=streams * compute * numbers + columns,
+        unusable=unusable,
+    )

@@ -9,16 +9,15 @@ search of layouts reads two lines of most orders.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import chain, islice, product
-from operator import ge, le
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +34,13 @@ _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _Pass = tuple[int, str, int]
 """Stage, kind and microbatch."""
+INPUTS = {
+    "F": [(-1, "F")],
+    "B": [(0, "F"), (1, "I")],
+    "I": [(0, "F"), (1, "I")],
+    "W": [(0, "I")],
+}
+"""Inputs of a pass by kind: the passes before it, by distance between stages and kind."""
 
 
 def pipeline_order(
@@ -63,62 +69,6 @@ def _actions_of_torch(
 ) -> list[Action]:
     line = _of_torch(name, pp, stages, microbatches)[rank]
     return [Action(int(cell[1]), cell[2], int(cell[3])) for cell in _CELL.finditer(line)]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A pass of a rank, and the state of the rank without the microbatch of the pass."""
-
-    number: int
-    stage: int
-    kind: str
-    again: bool
-    """Whether its stage has gradients of earlier microbatches."""
-    counts: dict[tuple[str, int], int]
-    """By name and first equal stage: stages that ``ran``, stages with ``gradients``, microbatches after ``F``
-    and after ``I``, microbatches whose outputs are ``left``."""
-
-
-def fullest(
-    actions: Iterable[Action], equal: Mapping[int, int], *, keeps_outputs: bool = False
-) -> list[Moment]:
-    """Return the passes at which a rank's memory can peak, in schedule order.
-
-    A pass is left out if another one of its kind has at least as large counts. Moments name only
-    the first of ``equal`` stages; ``keeps_outputs`` is that of ``Software``.
-    """
-    counted = ["ran", "gradients", "F", "I"]
-    if keeps_outputs:
-        counted.append("left")
-    counts = {(what, stage): 0 for stage in equal.values() for what in counted}
-    found: dict[tuple[int, str, bool], dict[tuple[int, ...], Moment]] = {}
-    ran = set[int]()
-    again = set[int]()
-    for number, action in enumerate(actions):
-        stage = equal[action.stage]
-        kind = action.kind
-        if action.stage not in ran:
-            ran.add(action.stage)
-            counts["ran", stage] += 1
-        if kind != "F":
-            counts["I" if kind == "W" else "F", stage] -= 1
-        key = stage, kind, action.stage in again
-        largest = found.setdefault(key, {})
-        now = tuple(counts.values())
-        if now not in largest and not any(all(map(ge, other, now)) for other in largest):
-            for less in [other for other in largest if all(map(le, other, now))]:
-                del largest[less]
-            largest[now] = Moment(number, *key, dict(counts))
-        if kind in "FI":
-            counts[kind, stage] += 1
-            continue
-        if keeps_outputs:
-            counts["left", stage] += 1
-        if action.stage not in again:
-            again.add(action.stage)
-            counts["gradients", stage] += 1
-    moments = chain.from_iterable(largest.values() for largest in found.values())
-    return sorted(moments, key=lambda moment: moment.number)
 
 
 def gathering_passes(actions: Sequence[Action]) -> set[Action]:
@@ -221,20 +171,17 @@ def simulate(
     own forward, and the backward (for inputs) of the next stage; a backward for weights the one for
     inputs. Between ranks, inputs arrive ``send_seconds`` later.
     """
-    rank_of = dict[int, int]()
-    for rank, actions in enumerate(order):
-        rank_of |= {action.stage: rank for action in actions}
-    # What a pass needs: the stage and kind of another one, and the seconds until its output
-    # arrives.
-    needs: dict[tuple[int, str], list[tuple[int, str, float]]] = {}
-    for stage, rank in rank_of.items():
-        activation = [(stage - 1, "F")] if stage else []
-        gradient = [(stage + 1, "I")] if stage + 1 in rank_of else []
-        inputs = {"F": activation, "I": [(stage, "F"), *gradient], "W": [(stage, "I")]}
-        for kind, passes in inputs.items():
-            needs[stage, kind] = [
-                (at, of, 0.0 if rank_of[at] == rank else send_seconds) for at, of in passes
-            ]
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    # By stage and kind of a pass: its inputs, and the seconds that they are on their way.
+    needs = {
+        (stage, kind): [
+            (stage + offset, of, 0.0 if rank_of[stage + offset] == rank else send_seconds)
+            for offset, of in inputs
+            if stage + offset in rank_of
+        ]
+        for stage, rank in rank_of.items()
+        for kind, inputs in INPUTS.items()
+    }
     ended: dict[tuple[int, str, int], float] = {}
     timed: list[list[Action]] = [[] for _ in order]
     remaining = sum(map(len, order))
@@ -242,18 +189,17 @@ def simulate(
         before = remaining
         for actions, done in zip(order, timed, strict=True):
             for action in islice(actions, len(done), None):
-                stage = action.stage
-                microbatch = action.microbatch
-                kind = "I" if action.kind == "B" else action.kind
-                needed = [
-                    (ended.get((at, of, microbatch)), hop) for at, of, hop in needs[stage, kind]
-                ]
-                arrivals = [end + hop for end, hop in needed if end is not None]
-                if len(arrivals) < len(needed):
+                stage, kind, microbatch, *_ = action
+                arrivals = [done[-1].end if done else 0.0]
+                for at, of, hop in needs[stage, kind]:
+                    arrivals.append(ended.get((at, of, microbatch), math.inf) + hop)
+                start = max(arrivals)
+                if start == math.inf:
                     break
-                start = max([done[-1].end if done else 0.0, *arrivals])
-                end = ended[stage, kind, microbatch] = start + seconds(action)
-                done.append(Action(stage, action.kind, microbatch, start, end))
+                end = start + seconds(action)
+                # The first half of a backward pass, I, has what other passes wait for.
+                ended[stage, "I" if kind == "B" else kind, microbatch] = end
+                done.append(Action(stage, kind, microbatch, start, end))
                 remaining -= 1
         if remaining == before:
             raise ValueError("the schedule deadlocks")

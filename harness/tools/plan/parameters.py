@@ -46,6 +46,7 @@ class HeldTensor:
     """Number of its values during computation: split by tensor and expert parallel only."""
     sharded: tuple[int, ...]
     """Shape of the shard between steps."""
+    shards: int
 
     @property
     def name(self) -> str:
@@ -54,6 +55,11 @@ class HeldTensor:
     @cached_property
     def held_elements(self) -> int:
         return prod(self.sharded)
+
+    @property
+    def padded_elements(self) -> int:
+        """Gathered values with padding: FSDP pads shards to the first one's length."""
+        return self.held_elements * self.shards
 
 
 class Memo:
@@ -81,7 +87,7 @@ class HeldModule(Memo):
         parameters = [tensor for tensor in tensors if not tensor.spec.is_buffer]
         self.held = sum(tensor.held_elements for tensor in parameters)
         """Number of parameters in its shards, without buffers."""
-        self.largest = max(tensor.held_elements for tensor in tensors)
+        self.largest = max((tensor.held_elements for tensor in tensors), default=0)
         # The balancing biases of experts: float32, replicated.
         self.buffer_bytes = sum(
             4 * tensor.held_elements for tensor in tensors if tensor.spec.is_buffer
@@ -174,7 +180,7 @@ class HeldModules(Memo):
 
         def make() -> HeldModule:
             groups = fsdp_groups(self._model, experts_apart=layout.has_expert_mesh)
-            tensors = tuple(_held(spec, groups, layout) for spec in self.specs[first])
+            tensors = tuple(_held(spec, groups, layout) for spec in self.specs.get(first, ()))
             return HeldModule(first, tensors, self._optimizer)
 
         key = (first, layout.parameter_shards, layout.tp, layout.ep, layout.expert_tensor_parallel)
@@ -190,18 +196,19 @@ def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     layout = job.parallelism
     n_layers = job.model.n_layers
     names = split_modules(layout, n_layers)
-    whole = ("mtp",) if len(names) == 1 else ()
+    # Models with multi-token prediction have no pipeline.
+    more = ["mtp"] if job.model.mtp.depth else []
     held = {
-        stage: held_modules(job, (*names[stage], *whole))
+        stage: held_modules(job, names[stage] + more)
         for stage in stages_of_rank(layout, n_layers, pp_rank)
     }
     return RankParameters(held, BYTES[job.precision.master_dtype])
 
 
 def held_modules(job: Job, names: Iterable[str]) -> dict[str, HeldModule]:
-    """Modules of a job on the fullest rank, by name; those without tensors are left out."""
+    """Modules of a job on the fullest rank, by name."""
     known = _held_modules(job.model, job.precision, job.optimizer)
-    return {name: known.of(name, job.parallelism) for name in names if name in known.specs}
+    return {name: known.of(name, job.parallelism) for name in names}
 
 
 def groups_of(modules: Iterable[HeldModule]) -> dict[str, list[HeldTensor]]:
@@ -220,7 +227,7 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
         name = name.rpartition(".")[0]
     group = groups[name]
     if spec.is_buffer:
-        return HeldTensor(spec, group, prod(spec.shape), spec.shape)
+        return HeldTensor(spec, group, prod(spec.shape), spec.shape, 1)
     shards = layout.parameter_shards
     dim = 0
     local = spec.shape
@@ -230,7 +237,7 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
         local = _cut(local, 0, layout.ep)
     if spec.split_dim is not None:
         local = _cut(local, spec.split_dim, tp_of(layout, spec))
-    return HeldTensor(spec, group, prod(local), _cut(local, dim, shards))
+    return HeldTensor(spec, group, prod(local), _cut(local, dim, shards), shards)
 
 
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:

@@ -132,7 +132,6 @@ class Search:
     """Duration of the search."""
     _short: dict[Key, list[Shortfall]] = field(default_factory=dict)
     """Points that do not fit, by family."""
-    _passes: Memo = field(default_factory=Memo)
 
     @property
     def error(self) -> float | None:
@@ -320,7 +319,7 @@ class Search:
         usable = self._usable(job)
         software = None if self.calibration is None else self.calibration.software
         memories = []
-        for memory in islice(ranks_in_turn(job, software, self._passes), ranks):
+        for memory in islice(ranks_in_turn(job, software), ranks):
             if memory.peak > usable:
                 shortfall = Shortfall(False, memory.peak - usable, point)
                 self._short[point.family].append(shortfall)

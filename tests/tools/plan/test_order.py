@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -18,7 +17,7 @@ from harness.config.pipeline import SCHEDULES, num_stages, stages_of_rank
 from harness.data.batch import Batch
 from harness.launch.pool import RankPool
 from harness.tools.plan.machine import machine_of
-from harness.tools.plan.order import fullest, pipeline_order, simulate
+from harness.tools.plan.order import pipeline_order, simulate
 from harness.tools.plan.plan import Action
 from harness.tools.plan.step_time import StepModel
 
@@ -54,48 +53,6 @@ def test_orders_by_hand(tmp_path: Path) -> None:
     made = pipeline_order(ParallelismConfig(pp=2, pp_schedule_csv=str(file)), 4, 2)
     rows = [[f"{a.stage}{a.kind}{a.microbatch}" for a in rank] for rank in made]
     assert rows == [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1I1", "1B0", "1W1"]]
-
-
-def counts_at(
-    before: list[Action], now: Action, equal: dict[int, int]
-) -> dict[tuple[str, int], int]:
-    """The counts of a moment, from all passes before it."""
-    done = Counter((action.kind, equal[action.stage]) for action in before)
-    counts = {}
-    for stage in equal.values():
-        ran = {action.stage for action in (*before, now) if equal[action.stage] == stage}
-        ended = {action.stage for action in before if action.kind in "BW"} & ran
-        counts["ran", stage] = len(ran)
-        counts["gradients", stage] = len(ended)
-        counts["F", stage] = done["F", stage] - done["B", stage] - done["I", stage]
-        counts["I", stage] = done["I", stage] - done["W", stage]
-        counts["left", stage] = done["B", stage] + done["W", stage]
-    if now.kind != "F":
-        counts["I" if now.kind == "W" else "F", equal[now.stage]] -= 1
-    return counts
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_fullest_passes_have_at_least_as_much_as_every_other(name: str) -> None:
-    layout = ParallelismConfig(pp=4, pp_schedule=name)
-    for rank, actions in enumerate(pipeline_order(layout, 32, 16)):
-        stages = stages_of_rank(layout, 32, rank)
-        for equal in ({each: each for each in stages}, dict.fromkeys(stages, stages[0])):
-            every = defaultdict(list)
-            for number, now in enumerate(actions):
-                again = any(a.stage == now.stage and a.kind in "BW" for a in actions[:number])
-                counts = counts_at(actions[:number], now, equal)
-                every[equal[now.stage], now.kind, again].append(counts)
-            for keeps in (False, True):
-                kept = defaultdict(list)
-                for moment in fullest(actions, equal, keeps_outputs=keeps):
-                    kept[moment.stage, moment.kind, moment.again].append(moment.counts)
-                assert sum(map(len, kept.values())) < len(actions)
-                for key, held in every.items():
-                    for counts in kept[key]:
-                        assert any(counts.items() <= other.items() for other in held)
-                    for other in held:
-                        assert any(all(more[k] >= other[k] for k in more) for more in kept[key])
 
 
 def gathers_of(job_json: str) -> int:
