@@ -6,11 +6,11 @@ Every rank is a process of its own, forked from it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -92,7 +92,7 @@ def _be_rank(request: RankRequest) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         figures = rehearse(Job.from_json(request.job), request.rank, request.steps, request.skew)
-        Path(request.result).write_text(json.dumps(dataclasses.asdict(figures)))
+        Path(request.result).write_bytes(pickle.dumps(figures))
         code = 0
     except BaseException:
         traceback.print_exc()

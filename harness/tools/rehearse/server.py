@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -62,7 +63,7 @@ class Rehearsals:
 
     def run(self, job: Job, rank: int, config: RehearseConfig) -> RankFigures:
         """Rehearse one rank of a job."""
-        result, log = (Path(self._scratch.name) / name for name in ("result.json", "rank.log"))
+        result, log = (Path(self._scratch.name) / name for name in ("result", "rank.log"))
         result.unlink(missing_ok=True)
         log.write_text("")
         request = {
@@ -91,7 +92,8 @@ class Rehearsals:
         if code != "0":
             ended = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
             return _ended(job, rank, f"ended with {ended}", log)
-        return RankFigures.from_plain(json.loads(result.read_text()))
+        figures: RankFigures = pickle.loads(result.read_bytes())
+        return figures
 
     def _answer(self, deadline: float) -> str | None:
         """Return the server's next line; None after the deadline."""
