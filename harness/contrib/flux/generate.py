@@ -26,7 +26,6 @@ class Pictures(Generator):
     options = SamplingConfig
     ignores = (
         "chat",
-        "special_tokens",
         "max_new_tokens",
         "temperature",
         "top_k",

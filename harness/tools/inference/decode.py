@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -220,48 +222,6 @@ class Passes:
         self._lengths_B += 1
 
 
-@torch.no_grad()
-def generate_batch(
-    passes: Passes,
-    prompts: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    most: int,
-    add: Callable[[int, int], bool],
-) -> tuple[float, float]:
-    """Generate until every sequence has ended; return the seconds of the pass over prompts, and of the rest.
-
-    All ranks call it together, those of one data-parallel position with the same prompts. ``add``
-    is called with a row and its new token; it returns whether the sequence goes on.
-    """
-    model = passes.model
-    open_rows = set(range(len(prompts)))
-    started = prefilled = time.perf_counter()
-    new = passes.begin(prompts, numbers, most)
-    for left in reversed(range(most)):
-        # A GPU computes the next pass, perhaps in vain, while the host looks at the tokens of this
-        # one.
-        ahead = passes.next() if left and model.device.type != "cpu" else None
-        chosen = new.read().tolist()
-        for row in sorted(open_rows):
-            if not add(row, chosen[row]):
-                open_rows.discard(row)
-        if left == most - 1:
-            prefilled = time.perf_counter()
-        if not left or _all_ended(not open_rows, model):
-            break
-        new = ahead or passes.next()
-    return prefilled - started, time.perf_counter() - prefilled
-
-
-def _all_ended(ended: bool, model: InferenceModel) -> bool:
-    """Whether the sequences of all ranks that share weights have ended: they make every pass together."""
-    if model.job.parallelism.dp_shard == 1:
-        return ended
-    running = torch.tensor(int(not ended))
-    dist.all_reduce(running, group=model.ranks.group)
-    return running.item() == 0
-
-
 # Reasons why a text ended.
 LENGTH = "length"
 END = "end"
@@ -282,14 +242,12 @@ class Generated:
 
 @dataclass
 class GeneratedTexts:
-    """Generated texts, durations in seconds, and numbers of tokens."""
+    """Generated texts, and durations in seconds."""
 
     texts: list[Generated] = field(default_factory=list)
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
 
 
 def generate(
@@ -350,29 +308,45 @@ class _Batch:
         *,
         show: bool,
     ) -> None:
-        self.config = config
+        self.most = config.max_new_tokens
         self.show = show
         ends = {tokenizer.eos_id, *(prompt.end_of_turn for _, prompt in numbered)}
         self.ends = ends if config.stop_at_end else set()
-        self.numbers = [number for number, _ in numbered]
         self.prompts = [prompt.ids for _, prompt in numbered]
-        self.streams = [TextStream(tokenizer, prompt, self.config.stop) for prompt in self.prompts]
+        self.streams = [TextStream(tokenizer, prompt, config.stop) for prompt in self.prompts]
         self.texts = [
             Generated(number, prompt.text, len(prompt.ids)) for number, prompt in numbered
         ]
 
+    @torch.no_grad()
     def run(self, passes: Passes, outcome: GeneratedTexts) -> None:
-        """Generate, and add to the outcome's durations."""
+        """Generate until every sequence has ended, and add to the outcome's durations.
+
+        All ranks call it together, those of one data-parallel position with the same prompts.
+        """
         self._print(self.texts[0].prompt)
-        most = self.config.max_new_tokens
-        prefill, decode = generate_batch(passes, self.prompts, self.numbers, most, self._add)
+        model = passes.model
+        open_rows = set(range(len(self.prompts)))
+        started = prefilled = time.perf_counter()
+        new = passes.begin(self.prompts, [text.number for text in self.texts], self.most)
+        for left in reversed(range(self.most)):
+            # A GPU computes the next pass, perhaps in vain, while the host looks at the tokens of
+            # this one.
+            ahead = passes.next() if left and model.device.type != "cpu" else None
+            chosen = new.read().tolist()
+            open_rows = {row for row in sorted(open_rows) if self._add(row, chosen[row])}
+            if left == self.most - 1:
+                prefilled = time.perf_counter()
+            if not left or _all_ended(not open_rows, model):
+                break
+            new = ahead or passes.next()
+        outcome.prefill_seconds += prefilled - started
+        outcome.decode_seconds += time.perf_counter() - prefilled
         for text, stream in zip(self.texts, self.streams, strict=True):
             self._print(f"{stream.finish()}\n")
             text.text = stream.text
             if stream.is_stopped:  # perhaps by characters that were complete only now
                 text.ended_by = STOP
-        outcome.prefill_seconds += prefill
-        outcome.decode_seconds += decode
 
     def _add(self, row: int, token: int) -> bool:
         """Take a token; return whether the text goes on."""
@@ -383,9 +357,7 @@ class _Batch:
             text.ended_by = END
             return False
         self._print(stream.add(token))
-        if stream.is_stopped:
-            text.ended_by = STOP
-        return not stream.is_stopped and len(text.tokens) < self.config.max_new_tokens
+        return not stream.is_stopped
 
     def _print(self, text: str) -> None:
         if self.show:
@@ -393,18 +365,19 @@ class _Batch:
             sys.stdout.flush()
 
 
+def _all_ended(ended: bool, model: InferenceModel) -> bool:
+    """Whether the sequences of all ranks that share weights have ended: they make every pass together."""
+    if model.job.parallelism.dp_shard == 1:
+        return ended
+    running = torch.tensor(int(not ended))
+    dist.all_reduce(running, group=model.ranks.group)
+    return running.item() == 0
+
+
 def _joined(outcomes: Sequence[GeneratedTexts]) -> GeneratedTexts:
-    """One outcome of all ranks: all texts, the longest durations, and the tokens of each text once."""
-    texts: list[Generated] = []
-    for outcome in outcomes:
-        texts += outcome.texts
-    texts.sort(key=lambda text: text.number)
-    joined = GeneratedTexts(
-        texts,
-        prefill_tokens=sum(text.prompt_tokens for text in texts),
-        # The first new token of a text is chosen in the pass over its prompt.
-        decode_tokens=sum(len(text.tokens) - 1 for text in texts),
-    )
+    """One outcome of all ranks: all texts, and the longest durations."""
+    texts = sorted(chain(*(outcome.texts for outcome in outcomes)), key=attrgetter("number"))
+    joined = GeneratedTexts(texts)
     for name in SECONDS:
         setattr(joined, name, max(getattr(outcome, name) for outcome in outcomes))
     return joined

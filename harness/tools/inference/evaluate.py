@@ -56,9 +56,6 @@ class EvaluateConfig:
     """Use the first examples (or documents) of each task only; null: all."""
     batch_size: int = label(8, least=1)
     """Rows per data-parallel rank and pass."""
-    special_tokens: bool = label(True)
-    """lm_eval: whether the text of a special token (``<|im_start|>``) is that token, as in
-    transformers; false: plain text, as in the documents of ``data``."""
     num_fewshot: int | None = label(None, least=0)
     """lm_eval: examples in the prompt; null: as the task says."""
     include_path: str | None = label(None)
@@ -104,17 +101,10 @@ class EvaluateJob(InferenceJob):
     @property
     def setting(self) -> Setting:
         """How text becomes rows, after ``evaluate.seq_len`` is set."""
-        options = self.evaluate
-        assert options.seq_len is not None, "the window is not known"
-        return Setting(
-            build_tokenizer(self.tokenizer),
-            self.data,
-            options.split,
-            options.seq_len,
-            options.stride,
-            options.limit,
-            options.special_tokens,
-        )
+        each = self.evaluate
+        assert each.seq_len is not None, "the window is not known"
+        tokenizer = build_tokenizer(self.tokenizer)
+        return Setting(tokenizer, self.data, each.split, each.seq_len, each.stride, each.limit)
 
 
 def _check_tasks(names: Sequence[str]) -> None:
@@ -125,11 +115,8 @@ def _check_tasks(names: Sequence[str]) -> None:
         if name != DATA and (not name.startswith(LM_EVAL) or name == LM_EVAL):
             raise ConfigError("evaluate.tasks", name, "no such task", kinds)
     columns = [name.removeprefix(LM_EVAL) for name in names]
-    for column in columns:
-        if columns.count(column) > 1:
-            raise ConfigError(
-                "evaluate.tasks", column, "two tasks have this name", "each task once"
-            )
+    if len(set(columns)) < len(columns):
+        raise ConfigError("evaluate.tasks", names, "two tasks have one name", "each task once")
 
 
 def rows_of(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from harness.compose.generator import Generator, Request, generator_of
 from harness.compose.verb import Result, Verb
-from harness.config.fields import Switch, label, part, with_value
+from harness.config.fields import label, part, with_value
 from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
 from harness.config.registry import resolve_options
@@ -56,11 +56,6 @@ class GenerateConfig:
     """Chat template: ``own`` (that of the tokenizer's repository), ``chatml``, ``plain``, or the
     path of one. Each prompt is then a message of the user, or the field ``messages`` of a line of a
     .jsonl file, and the next turn of the assistant is generated. Null: prompts are text."""
-    special_tokens: bool = label(
-        True, needs=Switch("generate.chat", "generate.chat=null", lambda chat: chat is None)
-    )
-    """Whether the text of a special token (``<|im_start|>``) in a prompt is that token, as in
-    transformers; false: plain text, as in training documents. In chat templates it always is."""
     max_new_tokens: int = label(100, least=1)
     """Largest number of tokens to generate after each prompt."""
     batch_size: int = label(8, least=1)
@@ -148,8 +143,10 @@ def read_prompts(
     if config.chat:
         prompts = _turns(config.chat, found, tokenizer)
     else:
-        encode = tokenizer.encode_prompt if config.special_tokens else tokenizer.encode
-        prompts = [Prompt(text, with_bos(encode(text), tokenizer)) for text in map(str, found)]
+        prompts = []
+        for text in map(str, found):
+            # The text of a special token (<|im_start|>) is that token, as in transformers.
+            prompts.append(Prompt(text, with_bos(tokenizer.encode_prompt(text), tokenizer)))
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.ids:
             raise UserError(
@@ -166,10 +163,9 @@ def read_prompts(
 def read_texts(job: GenerateJob) -> list[str | Conversation]:
     """Read all prompts, as text; with generate.chat also conversations."""
     config = job.generate
-    found: list[str | Conversation] = [
-        *([] if job.prompt is None else [job.prompt]),
-        *config.prompts,
-    ]
+    found: list[str | Conversation] = [*config.prompts]
+    if job.prompt is not None:
+        found.insert(0, job.prompt)
     if config.prompt_file is not None:
         found += _lines(config.prompt_file, with_messages=config.chat is not None)
     if not found:
@@ -184,14 +180,10 @@ def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer)
         tokenizer, None if chat == OWN else chat, date.today().isoformat(), "generate.chat"
     )
     end = tokenizer.special_ids.get(template.end_of_turn or "")
-    conversations = [
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        for prompt in found
-    ]
-    texts = [
-        require_text(template.render(messages, add_generation_prompt=True))
-        for messages in conversations
-    ]
+    texts = []
+    for prompt in found:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        texts.append(require_text(template.render(messages, add_generation_prompt=True)))
     encoded = tokenizer.encode_marked(texts)
     return [Prompt(text, each.ids, end) for text, each in zip(texts, encoded, strict=True)]
 
@@ -272,48 +264,42 @@ class Texts(Generator):
         outcome = request.run(job, "harness.tools.inference.decode:generate", prompts, streams)
         if outcome is None:
             return EXIT_OK
-        sys.stderr.write(_rates_in_words(outcome))
+        data = as_dict(job, request.found.path, outcome)
+        sys.stderr.write(
+            f"{data['prefill_tokens']} prompt tokens in {outcome.prefill_seconds:.2f} s "
+            f"({formatted(data['prefill_tokens_per_second'], ',.0f')} tokens/s), "
+            f"{data['decode_tokens']} more in {outcome.decode_seconds:.2f} s "
+            f"({formatted(data['decode_tokens_per_second'], ',.0f')} tokens/s); "
+            f"weights loaded in {outcome.load_seconds:.1f} s\n"
+        )
         count = len(outcome.texts)
         shown = [
             f"--- {text.number + 1} of {count} ({text.ended_by})\n{text.prompt}{text.text}\n"
             for text in outcome.texts
         ]
-        return Result(as_dict(job, request.found.path, outcome), "" if streams else "".join(shown))
-
-
-def _rates_in_words(outcome: Any) -> str:
-    prefill, decode = rates_of(outcome).values()
-    return (
-        f"{outcome.prefill_tokens} prompt tokens in {outcome.prefill_seconds:.2f} s "
-        f"({formatted(prefill, ',.0f')} tokens/s), {outcome.decode_tokens} more in "
-        f"{outcome.decode_seconds:.2f} s ({formatted(decode, ',.0f')} tokens/s); "
-        f"weights loaded in {outcome.load_seconds:.1f} s\n"
-    )
-
-
-def rates_of(outcome: Any) -> dict[str, float | None]:
-    """Tokens per second of the passes over prompts, and of all later passes; None without tokens."""
-    rates = {}
-    for name in ("prefill", "decode"):
-        tokens = getattr(outcome, f"{name}_tokens")
-        seconds = getattr(outcome, f"{name}_seconds")
-        rates[f"{name}_tokens_per_second"] = tokens / seconds if tokens and seconds else None
-    return rates
+        return Result(data, "" if streams else "".join(shown))
 
 
 SECONDS = ("load_seconds", "prefill_seconds", "decode_seconds")
 
 
 def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
-    """The texts and rates as plain containers."""
-    return {
+    """The texts, numbers of tokens and rates as plain containers; a rate without tokens is None."""
+    data = {
         "checkpoint": path,
         "model": job.model.name,
         "layout": degrees_in_words(job.parallelism.degrees),
         "texts": [dataclasses.asdict(text) for text in outcome.texts],
         **{name: getattr(outcome, name) for name in SECONDS},
-        **rates_of(outcome),
+        "prefill_tokens": sum(text.prompt_tokens for text in outcome.texts),
+        # The first new token of a text is chosen in the pass over its prompt.
+        "decode_tokens": sum(len(text.tokens) - 1 for text in outcome.texts),
     }
+    for name in ("prefill", "decode"):
+        tokens = data[f"{name}_tokens"]
+        seconds = data[f"{name}_seconds"]
+        data[f"{name}_tokens_per_second"] = tokens / seconds if tokens and seconds else None
+    return data
 
 
 def generate(job: GenerateJob, overrides: list[str]) -> int | Result:

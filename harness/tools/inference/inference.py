@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +20,7 @@ from harness.config.data import TokenizerConfig
 from harness.config.failures import describe_failure
 from harness.config.fields import label
 from harness.config.job import Job
+from harness.config.registry import load_attribute
 from harness.data.tokenizer import build_tokenizer
 from harness.train.process import (
     importing_torch,
@@ -140,7 +140,10 @@ def use_checkpoint(
         sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
     if not has_text:
         return job, found
-    own = choose_tokenizer(job, [], found) or _tokenizer_beside(found)
+    file = Path(found.path) / "tokenizer.json"
+    own = choose_tokenizer(job, [], found)
+    if own is None and found.kind == "hf" and file.is_file():
+        own = TokenizerConfig(kind="huggingface", path=str(file))
     tokenizer = choose_tokenizer(job, overrides, found) or own
     if own and tokenizer and tokenizer != own and is_first():
         _warn_of_another(tokenizer, own, found)
@@ -165,16 +168,6 @@ def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: Weigh
         sys.stderr.write(f"WARNING {rule}; would work: no tokenizer= at all\n")
 
 
-def _tokenizer_beside(found: WeightFolder) -> TokenizerConfig | None:
-    """The tokenizer in a folder of safetensors, if there is one."""
-    file = Path(found.path) / "tokenizer.json"
-    return (
-        TokenizerConfig(kind="huggingface", path=str(file))
-        if found.kind == "hf" and file.is_file()
-        else None
-    )
-
-
 def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
     """Call ``function(job, device, *arguments)`` on every rank; return rank 0's result.
 
@@ -193,7 +186,7 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
             described = describe_failure(error)
             if described["kind"] != "out_of_memory":
                 raise
-            raise _out_of_memory(described["message"]) from error
+            raise _error_of("out_of_memory", described["message"]) from error
     from harness.config.cluster import count_gpus
     from harness.launch.pool import RankFailed, RankPool
 
@@ -205,16 +198,15 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
             failure = error.failure
             if failure is None or failure.kind in (None, HarnessError.kind):
                 raise
-            if failure.kind == "out_of_memory":
-                raise _out_of_memory(failure.message) from error
-            if failure.kind == UserError.kind:
-                raise UserError(failure.message) from error
-            raise MachineError(failure.message) from error
+            raise _error_of(failure.kind, failure.message) from error
 
 
-def _out_of_memory(message: str) -> MachineError:
-    works = "a smaller batch_size, or more ranks that share the weights"
-    return MachineError(f"out of memory: {one_line(message)}; would work: {works}")
+def _error_of(kind: str, message: str) -> HarnessError:
+    """The error of one line for a failure of a rank."""
+    if kind == "out_of_memory":
+        works = "a smaller batch_size, or more ranks that share the weights"
+        return MachineError(f"out of memory: {one_line(message)}; would work: {works}")
+    return UserError(message) if kind == UserError.kind else MachineError(message)
 
 
 def is_first() -> bool:
@@ -232,23 +224,18 @@ def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
     device = pick_device(job)
     set_up_process(job)
     torch.set_num_threads(threads_per_rank(job))
-    return _imported(function)(job, device, *arguments)
+    return load_attribute(function)(job, device, *arguments)
 
 
 def _in_this_process(job: Job, function: str, *arguments: Any) -> Any:
     with importing_torch():
         from harness.train.setup import pick_device, process_group, rendezvous, set_up_process
 
+        called = load_attribute(function)
     device = pick_device(job)
     set_up_process(job)
     if device.type == "cpu":
         keep_freed_memory()
     store = rendezvous(job) if job.world_size > 1 else None
     with process_group(job, device, store):
-        return _imported(function)(job, device, *arguments)
-
-
-def _imported(function: str) -> Callable[..., Any]:
-    module, name = function.split(":")
-    with importing_torch():
-        return getattr(importlib.import_module(module), name)
+        return called(job, device, *arguments)

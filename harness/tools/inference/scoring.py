@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX, Batch
 from harness.metrics.columns import Metric
-from harness.model.part import ModelPart
 from harness.parallelism.execute import computes_loss
-from harness.parallelism.mesh import Mesh
 from harness.run.result import DATA, columns
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.model import InferenceModel
@@ -25,24 +21,12 @@ from harness.train import observer
 from harness.util.errors import ConfigError, one_line
 from harness.weights.detect import WeightFolder
 
+if TYPE_CHECKING:
+    from harness.train.engine import Engine
+
 PADDING = 0
 LENGTH_UNIT = 32
 """Passes are padded to a multiple of it, so that few different shapes occur."""
-
-
-class Scores(Protocol):
-    """An ``Engine``, or an ``InferenceModel``."""
-
-    job: Job
-    device: torch.device
-    mesh: Mesh
-
-    @property
-    def parts(self) -> Sequence[ModelPart]:
-        """This rank's parts of the model."""
-
-    def score(self, batch: Batch) -> Tensor:
-        """``Executor.score`` of a batch in host memory."""
 
 
 class Scorer:
@@ -52,7 +36,7 @@ class Scorer:
     Data-parallel ranks share the rows, and every rank takes part in every pass.
     """
 
-    def __init__(self, model: Scores) -> None:
+    def __init__(self, model: Engine | InferenceModel) -> None:
         self.model = model
         self.job = model.job
         self.has_scores = computes_loss(model.mesh, model.parts)
@@ -77,11 +61,9 @@ class Scorer:
     def _length(self, longest: int) -> int:
         """Length of a pass; one for all with pipelines, split sequences or compiled kernels."""
         job = self.job
-        layout = self.job.parallelism
-        is_fixed = (
-            layout.pp > 1 or layout.cp > 1 or job.compile.enable or job.precision.linear != "none"
-        )
-        if is_fixed or job.training.attention != "sdpa":
+        layout = job.parallelism
+        varies = layout.pp == layout.cp == 1 and not job.compile.enable
+        if not varies or job.precision.linear != "none" or job.training.attention != "sdpa":
             return job.training.seq_len
         unit = math.lcm(LENGTH_UNIT, layout.tp)
         return min(-(-longest // unit) * unit, job.training.seq_len)
@@ -116,13 +98,9 @@ def evaluate(
 
             loaded = Library(job, library)
         except ImportError as error:
-            rule = (
-                f"lm-evaluation-harness or a module of its tasks cannot be imported "
-                f"({one_line(str(error))})"
-            )
-            raise ConfigError(
-                "evaluate.tasks", library[0], rule, "pip install -e '.[eval]'"
-            ) from error
+            rule = f"lm-evaluation-harness or a module of its tasks: {one_line(str(error))}"
+            works = "pip install -e '.[eval]'"
+            raise ConfigError("evaluate.tasks", library[0], rule, works) from error
     model = InferenceModel(job, device)
     model.load(found)
     scorer = Scorer(model)
@@ -157,7 +135,6 @@ class EvaluationInLoop(observer.Periodic):
         self.scorer = Scorer(run.engine)
 
     def act(self, step: int) -> observer.Row:
-        metrics = self.documents.metrics(self.scorer.score(self.documents.rows))
-        row = columns(DATA, metrics)
-        self.run.progress.evaluation = row
+        scores = self.scorer.score(self.documents.rows)
+        row = self.run.progress.evaluation = columns(DATA, self.documents.metrics(scores))
         return row

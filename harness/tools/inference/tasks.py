@@ -37,7 +37,6 @@ class Setting:
         window: most tokens of a pass.
         stride: tokens that each window of a document scores; None: the window.
         limit: number of documents; None: all.
-        special_tokens: whether the text of a special token in a question is that token.
     """
 
     tokenizer: Tokenizer
@@ -46,16 +45,13 @@ class Setting:
     window: int
     stride: int | None = None
     limit: int | None = None
-    special_tokens: bool = True
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a question's text, after the token that begins a document, if there is one."""
-        tokens: list[int] = []
-        if text and self.special_tokens:
-            tokens = self.tokenizer.encode_prompt(text)
-        elif text:
-            tokens = self.tokenizer.encode(text)
-        return with_bos(tokens, self.tokenizer)
+        """Ids of a question's text, after the token that begins a document, if there is one.
+
+        The text of a special token (``<|im_start|>``) is that token, as in transformers.
+        """
+        return with_bos(self.tokenizer.encode_prompt(text) if text else [], self.tokenizer)
 
     @property
     def prefix(self) -> list[int]:

@@ -19,7 +19,7 @@ from harness.util.errors import UserError
 
 
 def setting(
-    window: int = 64, data: DataConfig | None = None, split: str = "all", **options: int | bool
+    window: int = 64, data: DataConfig | None = None, split: str = "all", **options: int
 ) -> Setting:
     data = data or DataConfig(paths=["none"])
     return Setting(BytesTokenizer(), data, split, window, **options)
@@ -78,7 +78,6 @@ def test_special_tokens():
     for each, context, tokens, start in (
         (setting(), "<s>a</s>", [256, 97, 257, 98], 3),
         (setting(), "", [256, 98], 1),
-        (setting(special_tokens=False), "</s>", [256, *b"</s>b"], 5),
     ):
         row = encode_pair(context, "b", each)
         assert (row.tokens.tolist(), row.start) == (tokens, start)
