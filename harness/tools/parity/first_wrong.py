@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,27 +40,28 @@ from harness.train.setup import set_up_process
 from harness.train.step import StepOutcome
 from harness.weights import huggingface
 
-UPDATE = "update"
+UPDATE = "update of "
+AVERAGE = "average of "
+SHARE = "share of "
+AFTER = " after the step"
 VALIDATION = "validation loss"
+LOSSES = ("number of tokens", "loss", "loss of multi-token prediction", VALIDATION)
 UPDATE_TOLERANCE = 10  # times that of gradients
 
 
 @dataclass(frozen=True)
 class Record:
-    """One optimizer step of one rank: full parameters before it, full gradients, and its part of the rest."""
+    """One optimizer step of one rank.
 
-    weights: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-    """Outputs of modules, in the order of the forward pass."""
-    scalars: dict[str, float]
-    """Number of tokens and losses."""
-    gradients: dict[str, Tensor]
-    squares: dict[str, float]
-    norm: float
-    results: dict[str, Tensor]
-    """What the update has left: ``results_of``."""
+    Attributes:
+        values: by the words that name them, in the order of computation: full parameters, this
+            rank's outputs of modules, numbers of tokens and losses, full gradients, its shares of
+            the squared norm, the norm, and ``results_of`` the update.
+        rows: this rank's rows of the global batch.
+    """
+
+    values: dict[str, Any]
     rows: range
-    """This rank's rows of the global batch."""
     segments: tuple[int, ...]
     cp_rank: int
     tp_rank: int
@@ -122,32 +123,34 @@ def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dic
     """
     results = {}
     for name, weight in weights_of(engine).items():
-        results[f"{UPDATE} of {name}"] = weight - start[name]
+        results[f"{UPDATE}{name}"] = weight - start[name]
     for name, parameter in engine.named_parameters():
         average = engine.optimizer.state.get(parameter, {}).get(EMA)
         if average is not None:
-            results[f"average of {name}"] = _full(average) - start[name]
+            results[f"{AVERAGE}{name}"] = _full(average) - start[name]
     for part in engine.parts:
         for layer, moe in part.mixtures.items():
             prefix = block_prefix(engine.job.model, layer)
             assert engine.balance.load_ME is not None
             results[f"loads of {prefix}moe"] = engine.balance.load_ME[engine.balance.rows[layer]]
             if moe.balance_bias is not None:
-                results[f"value of {prefix}{BALANCE_BIAS} after the step"] = moe.balance_bias
+                results[f"value of {prefix}{BALANCE_BIAS}{AFTER}"] = moe.balance_bias
     sums = [loss / tokens for loss, tokens in engine.evaluate(batch)]
     results[VALIDATION] = torch.tensor(sums, dtype=torch.float64)
     return results
 
 
-def tolerance_of(result: str, tolerances: tuple[float, float]) -> float:
-    """Tolerance of one of ``results_of``: loads and biases are integers, or computed from them, so equal.
+def tolerance_of(what: str, tolerances: tuple[float, float]) -> float:
+    """Tolerance of one of a record's values, of those of losses and of gradients.
 
-    An update divides a gradient by its size, so where gradients are small it differs more than they
-    do.
+    Loads and biases are integers, or computed from them, so equal. An update divides a gradient by
+    its size, so where gradients are small it differs more than they do.
     """
-    if result == VALIDATION:
+    if what in LOSSES:
         return tolerances[0]
-    return UPDATE_TOLERANCE * tolerances[1] if result.startswith((UPDATE, "average")) else 0.0
+    if what.startswith("loads of ") or what.endswith(AFTER):
+        return 0.0
+    return tolerances[1] * (UPDATE_TOLERANCE if what.startswith((UPDATE, AVERAGE)) else 1)
 
 
 def resume(engine: Engine, loader: Loader, job_json: str, folder: str) -> tuple[Engine, Loader]:
@@ -180,22 +183,23 @@ def record(job_json: str, step: int) -> Record:
                 module.register_forward_hook(partial(_keep, calls, name, pairs))
     batch = loader.next()
     outcome = engine.gradients(batch)
-    rows = batch.shape[0]
-    scalars = {"number of tokens": float(outcome.valid_tokens), "loss": outcome.loss}
+    values: dict[str, Any] = {f"value of {name}": weights[name] for name in weights}
+    values |= {f"output of {name}": torch.cat(each) for name, each in calls.items()}
+    values["number of tokens"] = float(outcome.valid_tokens)
+    values["loss"] = outcome.loss
     if outcome.mtp_loss is not None:
-        scalars["loss of multi-token prediction"] = outcome.mtp_loss
-    gradients = full_gradients(engine)
-    squares = squares_of(engine, outcome)
+        values["loss of multi-token prediction"] = outcome.mtp_loss
+    # Backward goes from the last module to the first.
+    for name, gradient in reversed(full_gradients(engine).items()):
+        values[f"gradient of {name}"] = gradient
+    for name, square in squares_of(engine, outcome).items():
+        values[f"{SHARE}{name} in the gradient norm"] = square
+    values["gradient norm"] = outcome.grad_norm
     engine.update(outcome.norm)
-    outputs = {name: torch.cat(each) for name, each in calls.items()}
+    values |= results_of(engine, weights, loader.next())
+    rows = batch.shape[0]
     return Record(
-        weights,
-        outputs,
-        scalars,
-        gradients,
-        squares,
-        outcome.grad_norm,
-        results_of(engine, weights, loader.next()),
+        values,
         range(engine.mesh.data_rank * rows, (engine.mesh.data_rank + 1) * rows),
         engine.parts[0].segments,
         engine.mesh.rank("cp"),
@@ -239,52 +243,42 @@ def first_wrong(
         found: those of all ranks of a layout.
         tolerances: of losses, and of everything else.
     """
-    for what, off in _in_order(expected, found, layout):
-        tolerance = tolerances[what not in expected.scalars]
-        if what in expected.results:
-            tolerance = tolerance_of(what, tolerances)
-        if not off <= tolerance:
+    for what, whole in expected.values.items():
+        holders = [each for each in found if what in each.values]
+        if what.startswith(SHARE):
+            off = share_differences({what: whole}, [each.values for each in holders])[what]
+        elif what.startswith("output of "):
+            # Rows of experts have another order on every layout.
+            in_order = len(whole) == len(expected.rows)
+            off = _off_parts(what, whole, holders, layout) if in_order else 0.0
+        else:
+            off = largest([_off(each.values[what], whole) for each in holders])
+        if not off <= tolerance_of(what, tolerances):
             return f"{what}, relative difference {off:.1e}"
     return None
 
 
-def _in_order(
-    expected: Record, found: Sequence[Record], layout: ParallelismConfig
-) -> Iterator[tuple[str, float]]:
-    """Names of values and their largest relative differences, in the order of computation."""
-    for name, whole in expected.weights.items():
-        yield f"value of {name}", _worst(name, whole, [each.weights for each in found])
-    for name, whole in expected.outputs.items():
-        # Rows of experts have another order on every layout.
-        holders = [
-            each for each in found if name in each.outputs and len(whole) == len(expected.rows)
-        ]
-        parts = [
-            (each.outputs[name], _part(whole, each.outputs[name], each, layout)) for each in holders
-        ]
-        offs = [_off(own, part) for own, part in parts if own.shape == part.shape]
-        yield f"output of {name}", largest(offs) if offs else 0.0
-    for name, value in expected.scalars.items():
-        yield name, largest([_off(each.scalars[name], value) for each in found])
-    # Backward goes from the last module to the first.
-    for name, whole in reversed(expected.gradients.items()):
-        yield f"gradient of {name}", _worst(name, whole, [each.gradients for each in found])
-    for name, off in share_differences(expected.squares, [each.squares for each in found]).items():
-        yield f"share of {name} in the gradient norm", off
-    yield "gradient norm", largest([_off(each.norm, expected.norm) for each in found])
-    for name, whole in expected.results.items():
-        yield name, _worst(name, whole, [each.results for each in found])
+def _off_parts(
+    what: str, whole: Tensor, holders: Sequence[Record], layout: ParallelismConfig
+) -> float:
+    """The largest difference of ranks' parts of an output."""
+    offs = [0.0]
+    for each in holders:
+        own = each.values[what]
+        part = _part(whole, own, each, layout)
+        if own.shape == part.shape:
+            offs.append(_off(own, part))
+    return largest(offs)
 
 
 def differences(
     expected: dict[str, Tensor], found: Sequence[dict[str, Tensor]]
 ) -> dict[str, float]:
     """Relative differences of tensors by name, the largest over ranks; infinite if no rank has one."""
-    return {name: _worst(name, whole, found) for name, whole in expected.items()}
-
-
-def _worst(name: str, whole: Tensor, found: Sequence[dict[str, Tensor]]) -> float:
-    return largest([_off(each[name], whole) for each in found if name in each])
+    return {
+        name: largest([_off(each[name], whole) for each in found if name in each])
+        for name, whole in expected.items()
+    }
 
 
 def largest(values: Sequence[float]) -> float:

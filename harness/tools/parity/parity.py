@@ -17,6 +17,8 @@ from harness.compose.verb import Result, Verb
 from harness.config.fields import NUMERICS, label, leaves, part, with_value
 from harness.config.job import Job, differing_numerics
 from harness.config.optimizer import EIGHT_BIT
+from harness.config.parallelism import ParallelismConfig
+from harness.config.training import ActivationCheckpointConfig, CompileConfig
 from harness.launch.inputs import require_vocabulary
 from harness.metrics.console import progress
 from harness.tools.parity.random_jobs import random_job
@@ -243,27 +245,28 @@ class LayoutComparer:
                 job.world_size, trace, job.to_json(), self.config.steps, resume_in
             )
 
-        def against(expected: Trace) -> Verdict:
-            return compare(name, job.world_size, expected, traces, tolerances_of(job, self.config))
-
+        tolerances = tolerances_of(job, self.config)
         alone = single_process(job)
-        expected = self._reference(alone)
-        verdict = against(expected)
-        if not verdict.passed and lowest_format(job) != "float32":
+        references = [alone]
+        if lowest_format(job) != "float32":
             # One process sums all rows of a batch in low precision, and can be less exact than
             # several ranks: an embedding's gradient in bfloat16 was 5 % from float32, that of eight
             # ranks 0.6 %.
-            verdict = against(self._reference(in_float32(alone)))
-        if verdict.passed:
-            return verdict
-        return dataclasses.replace(
-            verdict, first_wrong=self._first_wrong(job, alone, expected, traces)
-        )
+            references.append(in_float32(alone))
+        for each in references:
+            expected = self._reference(each)
+            verdict = compare(name, job.world_size, expected, traces, tolerances)
+            if verdict.passed:
+                return verdict
+        wrong = self._first_wrong(job, alone, traces, tolerances)
+        return dataclasses.replace(verdict, first_wrong=wrong)
 
-    def _first_wrong(self, job: Job, alone: Job, expected: Trace, traces: list[Trace]) -> str:
+    def _first_wrong(
+        self, job: Job, alone: Job, traces: list[Trace], tolerances: tuple[float, float]
+    ) -> str:
         from harness.tools.parity.first_wrong import first_wrong, record
 
-        tolerances = tolerances_of(job, self.config)
+        expected = self._reference(alone)
         steps = range(self.config.steps)
         differs = []
         for step in steps:
@@ -271,12 +274,10 @@ class LayoutComparer:
             # Not `>`, which is false for NaN.
             if not all(abs(each.norms[step] - value) <= tolerances[1] * value for each in traces):
                 differs.append(step)
-        # Compiled blocks have no modules to look into.
-        eager = dataclasses.replace(job, compile=type(job.compile)())
+        # Compiled blocks have no modules to look into, and the compiler keeps the memory budget.
+        eager = dataclasses.replace(job, compile=CompileConfig())
         if job.activation_checkpoint.mode == "memory_budget":
-            eager = dataclasses.replace(
-                eager, activation_checkpoint=type(job.activation_checkpoint)()
-            )
+            eager = dataclasses.replace(eager, activation_checkpoint=ActivationCheckpointConfig())
         for step in sorted({0, steps[-1], *differs[:1]}):
             [whole] = self.pool.run(1, record, alone.to_json(), step)
             found = self.pool.run(job.world_size, record, eager.to_json(), step)
@@ -383,22 +384,18 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
             out.flush()
             compared.append(found | {"overrides": row.overrides})
     agree = sum(each["passed"] for each in compared)
+    loss, gradient = tolerances_of(job, config)
+    what = "layouts"
+    more = f"{lowest_format(job)}; tolerance {loss:g} loss, {gradient:g} gradients"
+    if config.random:
+        what = "compositions"
+        more = f"seeds {config.seed} to {config.seed + config.random - 1}"
+    steps = plural(config.steps, "step")
     return Result(
         {"compared": compared, "agree": agree, "skipped": skipped, "steps": config.steps},
-        _summary(config, job, agree, len(compared)),
+        f"{agree} of {len(compared)} {what} agree with one process over {steps} ({more})\n",
         EXIT_OK if agree == len(compared) > 0 else EXIT_DIFFERS,
     )
-
-
-def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) -> str:
-    what = "compositions" if config.random else "layouts"
-    agreed = (
-        f"{agree} of {compared} {what} agree with one process over {plural(config.steps, 'step')}"
-    )
-    if config.random:
-        return f"{agreed} (seeds {config.seed} to {config.seed + config.random - 1})\n"
-    loss, gradient = tolerances_of(job, config)
-    return f"{agreed} ({lowest_format(job)}; tolerance {loss:g} loss, {gradient:g} gradients)\n"
 
 
 @dataclass(frozen=True)
@@ -472,11 +469,14 @@ def single_process(job: Job) -> Job:
     """
     rows = None if job.precision.linear == "none" else job.microbatch_size
     training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)
-    plain = {
-        name: type(getattr(job, name))()
-        for name in ("parallelism", "activation_checkpoint", "compile")
-    }
-    return resolve(dataclasses.replace(job, training=training, **plain), gpus=0)
+    alone = dataclasses.replace(
+        job,
+        training=training,
+        parallelism=ParallelismConfig(),
+        activation_checkpoint=ActivationCheckpointConfig(),
+        compile=CompileConfig(),
+    )
+    return resolve(alone, gpus=0)
 
 
 VERB = Verb("parity", parity, help=HELP, job=ParityJob, has_json=True, is_alone=True)
