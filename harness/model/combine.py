@@ -36,17 +36,18 @@ def combine(out_RC: Tensor, weights_NK: Tensor, order_R: Tensor, place_R: Tensor
         order_R: for each output the number of its choice, token by token.
         place_R: the inverse of ``order_R``.
     """
-    if not out_RC.is_cuda or triton is None:
+    if not out_RC.is_cuda:
         out_NKC = out_RC.index_select(0, place_R).unflatten(0, weights_NK.shape)
         return torch.bmm(weights_NK.unsqueeze(1), out_NKC.float()).squeeze(1).type_as(out_RC)
-    (N, K), C = weights_NK.shape, out_RC.shape[1]
+    N, K = weights_NK.shape
+    C = out_RC.shape[1]
     sum_NC = out_RC.new_empty(N, C)
     _sum[N, triton.cdiv(C, BLOCK)](out_RC, weights_NK.contiguous(), place_R, sum_NC, C, K, BLOCK)
     return sum_NC
 
 
 @combine.register_fake
-def _(out_RC: Tensor, weights_NK: Tensor, order_R: Tensor, place_R: Tensor) -> Tensor:
+def _(out_RC: Tensor, weights_NK: Tensor, *_: Tensor) -> Tensor:
     return out_RC.new_empty(weights_NK.shape[0], out_RC.shape[1])
 
 
@@ -54,24 +55,19 @@ def _(out_RC: Tensor, weights_NK: Tensor, order_R: Tensor, place_R: Tensor) -> T
 def _backward(
     grad_NC: Tensor, out_RC: Tensor, weights_NK: Tensor, order_R: Tensor, place_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if not out_RC.is_cuda or triton is None:
+    if not out_RC.is_cuda:
         grad_N1C = grad_NC.float().unsqueeze(1)
         grad_NKC = (weights_NK.unsqueeze(2) * grad_N1C).type_as(out_RC)
         out_NKC = out_RC.index_select(0, place_R).unflatten(0, weights_NK.shape)
         return grad_NKC.flatten(0, 1).index_select(0, order_R), (out_NKC.float() * grad_N1C).sum(-1)
-    grad_RC = torch.empty_like(out_RC)
-    grad_NK = torch.empty_like(weights_NK)
-    K = weights_NK.shape[1]
-    C = out_RC.shape[1]
-    tensors = grad_NC.contiguous(), out_RC, weights_NK.contiguous(), place_R, grad_RC, grad_NK
-    _gradients[place_R.shape[0],](*tensors, C, K, BLOCK)
-    return grad_RC, grad_NK
+    gradients = torch.empty_like(out_RC), torch.empty_like(weights_NK)
+    inputs = grad_NC.contiguous(), out_RC, weights_NK.contiguous(), place_R
+    _gradients[len(place_R),](*inputs, *gradients, out_RC.shape[1], weights_NK.shape[1], BLOCK)
+    return gradients
 
 
 @_backward.register_fake
-def _(
-    grad_NC: Tensor, out_RC: Tensor, weights_NK: Tensor, order_R: Tensor, place_R: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(grad_NC: Tensor, out_RC: Tensor, weights_NK: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out_RC), torch.empty_like(weights_NK)
 
 

@@ -128,47 +128,6 @@ def _lengths(ends_E: Tensor) -> Tensor:
     return torch.diff(ends_E, prepend=ends_E.new_zeros(1))
 
 
-class _Pad(torch.autograd.Function):
-    """Scatter rows to their positions; all other positions are zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
-        ctx.save_for_backward(place_R)
-        return x_RC.new_zeros(places, x_RC.shape[1]).index_copy(0, place_R, x_RC)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
-        (place_R,) = ctx.saved_tensors
-        return grad_PC.index_select(0, place_R), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """Gather rows from their positions: the inverse of ``_Pad``."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PC: Tensor, place_R: Tensor) -> Tensor:
-        ctx.save_for_backward(place_R)
-        ctx.places = x_PC.shape[0]
-        return x_PC.index_select(0, place_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None]:
-        (place_R,) = ctx.saved_tensors
-        return grad_RC.new_zeros(ctx.places, grad_RC.shape[1]).index_copy(0, place_R, grad_RC), None
-
-
-def pad(x_RC: Tensor, place_R: Tensor, places: int) -> Tensor:
-    """Rows at the positions of ``padded_positions``, zeros elsewhere: [P, C]."""
-    return _Pad.apply(x_RC, place_R, places)  # type: ignore[no-any-return]
-
-
-def unpad(x_PC: Tensor, place_R: Tensor) -> Tensor:
-    """Undo ``pad``: [R, C]."""
-    return _Unpad.apply(x_PC, place_R)  # type: ignore[no-any-return]
-
-
 @torch.library.custom_op("harness::grouped_product", mutates_args=())
 def grouped_product(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """``grouped_linear``, one group after another, in any format and on any device."""

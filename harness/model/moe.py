@@ -21,9 +21,7 @@ from harness.model.grouped import (
     ends_for_linear,
     grouped_linear,
     local_shard,
-    pad,
     padded_positions,
-    unpad,
 )
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F:
@@ -72,7 +70,10 @@ class Router(nn.Linear):
             tokens_BT: false where a position is padding; None: all are tokens.
         """
         scores_NE, choice_NE = self.score(x_BTC, balance_bias_E)
-        experts_NK = self._choose(choice_NE, x_BTC.shape[1])
+        if self.config.force_balance:
+            experts_NK = self._in_turn(len(x_BTC), x_BTC.shape[1], x_BTC.device)
+        else:
+            experts_NK = choice_NE.topk(self.config.top_k, dim=-1, sorted=False).indices
         if tokens_BT is not None:
             experts_NK = experts_NK.masked_fill(~tokens_BT.reshape(-1, 1), self.config.num_experts)
         return Routing(self.weigh(scores_NE, experts_NK, x_BTC.shape[1], tokens_BT), experts_NK)
@@ -83,7 +84,8 @@ class Router(nn.Linear):
         logits_NE = self.logits(x_BTC)
         scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
         choice_NE = scores_NE.detach()
-        choice_NE = choice_NE if balance_bias_E is None else choice_NE + balance_bias_E
+        if balance_bias_E is not None:
+            choice_NE = choice_NE + balance_bias_E
         if of.num_groups > 1:
             choice_NE = choice_NE.masked_fill(~self._allowed(choice_NE), float("-inf"))
         return scores_NE, choice_NE
@@ -109,19 +111,14 @@ class Router(nn.Linear):
         weight_EC = weight_EC if self.multiplier == 1 else weight_EC * self.multiplier
         return F.linear(x_BTC.flatten(0, 1).float(), weight_EC, bias)
 
-    def _choose(self, choice_NE: Tensor, length: int) -> Tensor:
-        if self.config.force_balance:
-            return self._in_turn(length, choice_NE.device).repeat(choice_NE.shape[0] // length, 1)
-        return choice_NE.topk(self.config.top_k, dim=-1, sorted=False).indices
-
-    def _in_turn(self, length: int, device: torch.device) -> Tensor:
-        """Experts [T, K] of each position, round-robin, so that loads are equal; independent of the rank."""
+    def _in_turn(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """Experts of each position, round-robin, so that loads are equal; independent of the rank."""
         of = self.config
-        positions_T = (
-            torch.arange(length, device=device) if self.positions_T is None else self.positions_T
-        )
+        positions_T = self.positions_T
+        if positions_T is None:
+            positions_T = torch.arange(length, device=device)
         turns_TK = positions_T.unsqueeze(1) * of.top_k + torch.arange(of.top_k, device=device)
-        return turns_TK % of.num_experts
+        return (turns_TK % of.num_experts).repeat(batch, 1)
 
     def _allowed(self, choice_NE: Tensor) -> Tensor:
         """Mask of the experts in each token's best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
@@ -148,7 +145,8 @@ class Router(nn.Linear):
             scores_NE if of.score == "softmax" else scores_NE / scores_NE.sum(-1, keepdim=True)
         )
         load_BE = count_by_expert(experts_NK.unflatten(0, (-1, length)), of.num_experts)
-        load_BE = load_BE if self.over_sequence is None else self.over_sequence(load_BE)
+        if self.over_sequence is not None:
+            load_BE = self.over_sequence(load_BE)
         tokens: int | Tensor = length * self.sequence_parts
         if tokens_BT is not None:
             share_NE = share_NE * tokens_BT.reshape(-1, 1)
@@ -173,15 +171,11 @@ class _WithLoss(torch.autograd.Function):
         return grad, torch.ones_like(loss)
 
 
-def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """Count how often each expert was chosen: int64 [E]; for experts [B, T, K], [B, E].
-
-    The choices of padding do not count.
-    """
-    rows = experts.flatten(1) if experts.ndim == 3 else experts.reshape(1, -1)
-    counts = torch.zeros(rows.shape[0], num_experts + 1, dtype=torch.int64, device=rows.device)
-    counts = counts.scatter_add(1, rows, torch.ones_like(rows))[:, :num_experts]
-    return counts if experts.ndim == 3 else counts.squeeze(0)
+def count_by_expert(experts_BTK: Tensor, num_experts: int) -> Tensor:
+    """Count how often each expert was chosen, int64 [B, E]; the choices of padding do not count."""
+    chosen = experts_BTK.flatten(1)
+    counts = torch.zeros(len(chosen), num_experts + 1, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add(1, chosen, torch.ones_like(chosen))[:, :num_experts]
 
 
 class Experts(nn.Module):
@@ -224,7 +218,8 @@ class Experts(nn.Module):
         if self.row_block == 1:
             return self._feed_forward(x_RC, ends_E)
         place_R, padded_ends_E, places = padded_positions(ends_E, x_RC.shape[0], self.row_block)
-        return unpad(self._feed_forward(pad(x_RC, place_R, places), padded_ends_E), place_R)
+        x_PC = x_RC.new_zeros(places, x_RC.shape[1]).index_copy(0, place_R, x_RC)
+        return self._feed_forward(x_PC, padded_ends_E).index_select(0, place_R)
 
     def _feed_forward(self, x_RC: Tensor, ends_E: Tensor) -> Tensor:
         ends = ends_for_linear(x_RC, ends_E) if self.multiply is grouped_linear else ends_E
@@ -258,11 +253,9 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None, None]:
         (inverse_R,) = ctx.saved_tensors
         grad_RC = grad_RC.index_select(0, inverse_R)
-        return (
-            grad_RC if ctx.copies == 1 else grad_RC.unflatten(0, (-1, ctx.copies)).sum(1),
-            None,
-            None,
-        )
+        if ctx.copies > 1:
+            grad_RC = grad_RC.unflatten(0, (-1, ctx.copies)).sum(1)
+        return grad_RC, None, None
 
 
 def permute(x_NC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -329,8 +322,7 @@ class MoE(nn.Module):
             The update [B, T, C], and the number of tokens per expert, int64 [E].
         """
         weights_NK, experts_NK = self.router(x_BTC, self.balance_bias, tokens_BT)
-        has_padding = tokens_BT is not None
-        load_E, order_R, place_R, x_RC = self.arrange(experts_NK, x_BTC.flatten(0, 1), has_padding)
+        load_E, order_R, place_R, x_RC = self.arrange(experts_NK, x_BTC.flatten(0, 1))
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
             x_RC = (x_RC * weights_R1).type_as(x_RC)
@@ -340,16 +332,17 @@ class MoE(nn.Module):
         else:
             out_NC = combine(out_RC, weights_NK, order_R, place_R)
         out_BTC = out_NC.view(x_BTC.shape)
-        out_BTC = out_BTC if self.reduce_output is None else self.reduce_output(out_BTC)
+        if self.reduce_output is not None:
+            out_BTC = self.reduce_output(out_BTC)
         if self.shared_experts is not None:
             out_BTC = out_BTC + self.shared_experts(x_BTC)
         return out_BTC, load_E
 
-    def arrange(self, experts_NK: Tensor, x_NC: Tensor, has_padding: bool) -> tuple[Tensor, ...]:
+    def arrange(self, experts_NK: Tensor, x_NC: Tensor) -> tuple[Tensor, ...]:
         """Rows per expert [E], the order of rows by expert, its inverse, and a row for each choice [R, C]."""
         # A GPU sorts 8 bits at a time. Padding has one more number.
-        narrow = torch.uint8 if self.num_experts + has_padding <= 256 else torch.int16
+        narrow = torch.uint8 if self.num_experts < 256 else torch.int16
         order_R = experts_NK.flatten().to(narrow).sort(stable=True).indices
         place_R = inverse_of(order_R)
-        load_E = count_by_expert(experts_NK, self.num_experts)
+        load_E = count_by_expert(experts_NK.unsqueeze(0), self.num_experts).squeeze(0)
         return load_E, order_R, place_R, permute(x_NC, order_R, place_R)

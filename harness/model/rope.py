@@ -135,7 +135,7 @@ class _Rotation(torch.autograd.Function):
 def _both(
     q: Tensor, k: Tensor, table_2TD: Tensor, direction: int, interleaved: bool
 ) -> tuple[Tensor, ...]:
-    if q.is_cuda and triton is not None:
+    if q.is_cuda:
         return turn(q, k, table_2TD, direction, interleaved)
     return tuple(_rotated(x, table_2TD, direction, interleaved) for x in (q, k))
 
@@ -153,28 +153,28 @@ def _rotated(x_BTHD: Tensor, table_2TD: Tensor, direction: int, interleaved: boo
 
 def turn(
     q: Tensor, k: Tensor, table: Tensor, direction: int, interleaved: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Rotate queries and keys in one kernel, forward (1) or back (-1)."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    (B, T, H, D), K = q.shape, k.shape[2]
+    B, T, H, D = q.shape
+    sizes = D // 2, H, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)
     by_batch = 0 if table.ndim == 3 else table.stride(1)
+    strides = *q.stride()[:3], *k.stride()[:3], by_batch, table.stride(-2)
+    padded = map(triton.next_power_of_2, sizes)
     _turn[B * T,](
-        *(
-            q,
-            k,
-            *out,
-            table,
-            table[1],
-            T,
-            H,
-            K,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            by_batch,
-            table.stride(-2),
-        ),
-        *(D // 2, *map(triton.next_power_of_2, (D // 2, H, K)), direction, interleaved),
+        q,
+        k,
+        *out,
+        table,
+        table[1],
+        T,
+        *sizes[1:],
+        *strides,
+        sizes[0],
+        *padded,
+        direction,
+        interleaved,
     )
     return out
 

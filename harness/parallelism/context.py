@@ -7,9 +7,7 @@ Attention gets a kernel that exchanges keys and values with the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,13 +42,10 @@ def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfi
     part.take_positions(torch.cat(pieces))
     group = mesh.group("cp")
     for module in part.kernels:
-        inner = module.inner
-        ring = (group, layout.balances_context, layout.cp_rotate_method)
-        module.inner = (
-            UlyssesAttention(inner, group)
-            if layout.cp_method == "ulysses"
-            else RingAttention(inner.spec, *ring)
-        )
+        if layout.cp_method == "ulysses":
+            module.inner = UlyssesAttention(module.inner, group)
+        else:
+            module.inner = RingAttention(module.inner.spec, group, layout)
 
 
 def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tensor:
@@ -80,11 +75,10 @@ class RingAttention(Kernel):
     """Ring attention: keys and values rotate over the ranks; each rank keeps its queries."""
 
     def __init__(
-        self, reach: AttentionSpec, group: dist.ProcessGroup, balanced: bool, rotation: str
+        self, reach: AttentionSpec, group: dist.ProcessGroup, layout: ParallelismConfig
     ) -> None:
         super().__init__(reach)
-        self.options = group.group_name, balanced, rotation
-        self.attend = ring_attention
+        self.options = group.group_name, layout.balances_context, layout.cp_rotate_method
 
     def mask(
         self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
@@ -108,7 +102,7 @@ class RingAttention(Kernel):
         )
         v_BTKE = F.pad(v_BTKE, (0, width - value_width))
         q_BHTD, k_BKTD, v_BKTE = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
-        out_BHTE, _ = self.attend(q_BHTD, k_BKTD, v_BKTE, *self.options)
+        out_BHTE, _ = ring_attention(q_BHTD, k_BKTD, v_BKTE, *self.options)
         return out_BHTE.transpose(1, 2)[..., :value_width]
 
 
@@ -184,28 +178,21 @@ def ring_attention(
     Returns:
         The output [B, H, T, D], and the log-sum-exp of every row, [B, H, T] in float32.
     """
-    kernel = _kernel(q_BHTD).forward
-
-    def step(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        return kernel(query, key, value, kwargs["is_causal"])
-
-    with _options(balanced, rotation):
-        out, lse = _templated_ring_attention(
-            _resolve_process_group(GroupName(group)),
-            SEQUENCE_DIM,
-            step,
-            q_BHTD,
-            k_BKTD,
-            v_BKTD,
-            is_causal=True,
-        )
+    _set_options(balanced, rotation)
+    out, lse = _templated_ring_attention(
+        _resolve_process_group(GroupName(group)),
+        SEQUENCE_DIM,
+        _attend,
+        q_BHTD,
+        k_BKTD,
+        v_BKTD,
+        is_causal=True,
+    )
     return out.contiguous(), lse.contiguous()
 
 
 @ring_attention.register_fake
-def _(
-    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, group: str, balanced: bool, rotation: str
-) -> tuple[Tensor, Tensor]:
+def _(q_BHTD: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return q_BHTD.new_empty(q_BHTD.shape), q_BHTD.new_empty(q_BHTD.shape[:-1], dtype=torch.float32)
 
 
@@ -222,48 +209,27 @@ def ring_attention_backward(
     rotation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's queries, keys and values."""
-    kernel = _kernel(q_BHTD).backward
-
-    def step(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        rest = kwargs["out"], kwargs["logsumexp"], kwargs["is_causal"]
-        return kernel(kwargs["grad_out"], query, key, value, *rest)
-
-    with _options(balanced, rotation):
-        grads = _templated_ring_attention_backward(
-            _resolve_process_group(GroupName(group)),
-            SEQUENCE_DIM,
-            step,
-            grad_out.contiguous(),
-            "grad_out",
-            q_BHTD,
-            k_BKTD,
-            v_BKTD,
-            out,
-            lse,
-            is_causal=True,
-        )
-    grad_q, grad_k, grad_v = grads
+    _set_options(balanced, rotation)
+    grad_q, grad_k, grad_v = _templated_ring_attention_backward(
+        _resolve_process_group(GroupName(group)),
+        SEQUENCE_DIM,
+        _attend_backward,
+        grad_out.contiguous(),
+        "grad_out",
+        q_BHTD,
+        k_BKTD,
+        v_BKTD,
+        out,
+        lse,
+        is_causal=True,
+    )
     # These two share one buffer, and an operator's outputs must not overlap.
     return grad_q.contiguous(), grad_k.clone(), grad_v.clone()
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad_out: Tensor,
-    q_BHTD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    group: str,
-    balanced: bool,
-    rotation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        q_BHTD.new_empty(q_BHTD.shape),
-        k_BKTD.new_empty(k_BKTD.shape),
-        v_BKTD.new_empty(v_BKTD.shape),
-    )
+def _(grad_out: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in saved[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -278,114 +244,57 @@ def _differentiate(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tenso
 ring_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-@contextmanager
-def _options(balanced: bool, rotation: str) -> Iterator[None]:
-    before = _cp_options.enable_load_balance, _cp_options.rotate_method
+def _set_options(balanced: bool, rotation: str) -> None:
     _cp_options.enable_load_balance = balanced
     _cp_options.rotate_method = ROTATIONS[rotation]
-    try:
-        yield
-    finally:
-        _cp_options.enable_load_balance, _cp_options.rotate_method = before
-
-
-class _Kernel(NamedTuple):
-    """Attention kernel of a device and dtype for one step of the ring.
-
-    Backward takes the output and log-sum-exps of all steps combined, so they are arguments.
-    """
-
-    forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, ...]]
-    """Map (queries, keys, values, is_causal) to (output, log-sum-exps)."""
-    backward: Callable[..., tuple[Tensor, ...]]
-    """Map (grad_out, queries, keys, values, output, log-sum-exps, is_causal) to the three
-    gradients."""
-
-
-def _kernel(query: Tensor) -> _Kernel:
-    if query.device.type == "cpu":
-        return _Kernel(_cpu_forward, _cpu_backward)
-    if query.dtype in (torch.float16, torch.bfloat16):
-        return _Kernel(_flash_forward, _flash_backward)
-    return _Kernel(_efficient_forward, _efficient_backward)
-
-
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
-
-
-def _cpu_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, ...]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, lse, 0.0, is_causal
-    )
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[:2]
-
-
-def _flash_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, ...]:
-    # The None arguments are sequence boundaries (varlen only); random states are read for dropout
-    # only.
-    unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-    return aten._scaled_dot_product_flash_attention_backward(
-        *(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            is_causal,
-            unused,
-            unused,
-        )
-    )
 
 
 LSE_ROWS = 32
 """The memory-efficient kernel pads its log-sum-exps to a multiple of this many rows."""
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    shared = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(shared, dim=1)
-    v = v.repeat_interleave(shared, dim=1)
+def _attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """One step of the ring: output and log-sum-exps, by the kernel of the device and dtype."""
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    if q.dtype != torch.float32:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[:2]
+    k, v = _for_all_heads(q, k, v)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[:2]
     return out, lse[:, :, : q.shape[2]]
 
 
-def _efficient_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
+def _attend_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    grad_out: Tensor,
 ) -> tuple[Tensor, ...]:
-    shared = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(shared, dim=1)
-    v = v.repeat_interleave(shared, dim=1)
-    lse = F.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf"))
-    unused = torch.empty((), dtype=torch.int64, device=q.device)
-    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        *(
-            grad_out,
-            q,
-            k,
-            v,
-            None,
-            out,
-            lse,
-            unused,
-            unused,
-            0.0,
-            [True, True, True, False],
-            is_causal,
+    """Gradients of one step; output and log-sum-exps are those of all steps combined."""
+    given = grad_out, query, key, value, out, logsumexp
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, is_causal)
+    if query.dtype != torch.float32:
+        # The None arguments are sequence boundaries (varlen only); random states are read for
+        # dropout only.
+        unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+        lengths = None, None, query.shape[2], key.shape[2]
+        return aten._scaled_dot_product_flash_attention_backward(
+            *given, *lengths, 0.0, is_causal, unused, unused
         )
+    whole = _for_all_heads(query, key, value)
+    lse = F.pad(logsumexp, (0, -logsumexp.shape[2] % LSE_ROWS), value=float("inf"))
+    unused = torch.empty((), dtype=torch.int64, device=query.device)
+    needed = [True, True, True, False]
+    grad_q, *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, query, *whole, None, out, lse, unused, unused, 0.0, needed, is_causal
     )
-    return grad_q, *(grad.unflatten(1, (-1, shared)).sum(2) for grad in (grad_k, grad_v))
+    return grad_q, *(grad.unflatten(1, (key.shape[1], -1)).sum(2) for grad in grads)
+
+
+def _for_all_heads(q: Tensor, *shared: Tensor) -> list[Tensor]:
+    """Keys and values repeated for every query head: the memory-efficient kernel has no grouped queries."""
+    return [each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in shared]

@@ -11,9 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.model import grouped
 from harness.model.grouped import (
     grouped_linear,
-    pad,
     padded_positions,
-    unpad,
     zero_gradients_where_empty,
 )
 
@@ -25,7 +23,7 @@ def ends_of(lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("lengths", [[5, 0, 130, 16], [0, 0], [128], [0, 256, 0, 0]])
 def test_padding(lengths, block):
-    """Groups become whole blocks, none empty; rows find their way back, and gradients the same."""
+    """Groups become whole blocks, none empty; every row has a place in that of its group."""
     rows = sum(lengths)
     place_R, ends_E, places = padded_positions(ends_of(lengths), rows, block)
     assert ends_E.dtype == torch.int32 and int(ends_E[-1]) == places and places % block == 0
@@ -34,13 +32,7 @@ def test_padding(lengths, block):
     assert all(size >= length for size, length in zip(sizes, lengths, strict=True))
     expert_R = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     assert_equal(torch.searchsorted(ends_E, place_R.int(), right=True), expert_R)
-    x_RC = torch.randn(rows, 4, requires_grad=True)
-    x_PC = pad(x_RC, place_R, places)
-    assert_equal(x_PC[place_R], x_RC) and x_PC.count_nonzero() == x_RC.count_nonzero()
-    out_RC = unpad(x_PC * 3, place_R)
-    assert_equal(out_RC, x_RC * 3)
-    out_RC.backward(torch.ones_like(out_RC))
-    assert_equal(x_RC.grad, torch.full((rows, 4), 3.0))
+    assert len(place_R.unique()) == rows
 
 
 class _Calls(TorchDispatchMode):

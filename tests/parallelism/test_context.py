@@ -57,7 +57,7 @@ def difference(
     """Relative error of this rank's output and gradients against those of unsplit sequences."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    kernel: Kernel = RingAttention(REACH, group, layout.balances_context, layout.cp_rotate_method)
+    kernel: Kernel = RingAttention(REACH, group, layout)
     if layout.cp_method == "ulysses":
         kernel = UlyssesAttention(SdpaKernel(REACH), group)
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def rounds(layout: ParallelismConfig) -> int:
 
     group, original, calls = dist.group.WORLD, context._templated_ring_attention, []
     assert group is not None
-    block = RingAttention(REACH, group, layout.balances_context, layout.cp_rotate_method)
+    block = RingAttention(REACH, group, layout)
     part = SimpleNamespace(blocks={0: block})
     config = ActivationCheckpointConfig(mode="selective_op")
     activation_checkpoint.apply_activation_checkpoint(part, config)
