@@ -11,11 +11,12 @@ on the layout.
 from __future__ import annotations
 
 import itertools
+from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,11 +109,11 @@ class Muon(OwnOptimizer):
         self.group = group
         self.ranks = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        holders = _Holders(group)
+        find = cache(partial(_find_holders, group))
         self.tensors: list[_Held] = []
         for index, settings in enumerate(self.param_groups):
             self.tensors += [
-                _Held(parameter, index, scale, holders) for parameter in settings["params"]
+                _Held(parameter, index, scale, find) for parameter in settings["params"]
             ]
         self.rounds: list[_Round] = []
         self.local_rounds: list[list[MatrixGroup]] = []
@@ -134,21 +135,24 @@ class Muon(OwnOptimizer):
         # is applied after the next one has computed.
         arriving = [first.gather(applied) for first in self.rounds[:1]]
         for units in self.local_rounds:
-            self._update_local(units, applied)
-        apply_before: Callable[[Tensor | None], None] | None = None
+            found = self.nesterov(units, applied)
+            updates = {
+                unit: found.pop(unit).to(self.tensors[unit.tensor].device, self.dtype)
+                for unit in units
+            }
+            self.add(self.orthogonalized(updates), applied)
+        returning: list[_Exchange] = []
         for number, current in enumerate(self.rounds):
             arriving += [later.gather(applied) for later in self.rounds[number + 1 : number + 2]]
-            apply_this = partial(current.apply, current.orthogonalize(arriving))
-            if apply_before is not None:
-                apply_before(applied)
-            apply_before = apply_this
-        if apply_before is not None:
-            apply_before(applied)
+            returning.append(current.orthogonalize(arriving))
+            if number:
+                self._apply(returning, applied)
+        if returning:
+            self._apply(returning, applied)
 
-    def _update_local(self, units: list[MatrixGroup], applied: Tensor | None) -> None:
-        found = self.nesterov(units, applied).items()
-        updates = {unit: x.to(self.tensors[unit.tensor].device, self.dtype) for unit, x in found}
-        self.add(self.orthogonalized(updates), applied)
+    def _apply(self, returning: list[_Exchange], applied: Tensor | None) -> None:
+        """Apply the orthogonalized updates of the first exchange to this rank's shards."""
+        self.add({piece.unit: update for piece, update in returning.pop(0).wait()}, applied)
 
     def orthogonalized(self, updates: dict[MatrixGroup, Tensor]) -> dict[MatrixGroup, Tensor]:
         """Orthogonalize complete matrices, on GPUs those of equal shapes at once; uses up ``updates``."""
@@ -214,8 +218,7 @@ class Muon(OwnOptimizer):
                     target.copy_(value)
 
 
-@dataclass(frozen=True)
-class _Holder:
+class _Holder(NamedTuple):
     """A rank that holds a piece of the same matrices."""
 
     rank: int
@@ -227,30 +230,34 @@ class _Holder:
 
 
 class _Held:
-    """A parameter: its local shard as a stack of matrices' pieces, and the holders of the other pieces."""
+    """A parameter: its local shard as a stack of matrices' pieces, and the holders of the other pieces.
+
+    Args:
+        find: ``_find_holders`` of the optimizer's group.
+    """
 
     def __init__(
         self,
         parameter: Tensor,
         group_index: int,
         scale: Callable[[int, int], float],
-        holders: _Holders,
+        find: Callable[..., tuple[int, list[_Holder]]],
     ) -> None:
         self.parameter = parameter
         self.group_index = group_index
         outputs, inputs = parameter.shape[-2:]
         self.scale = scale(outputs, inputs)
-        matrices, self.holders = holders.lookup(parameter)
-        self.matrices = Matrices(len(matrices), outputs, inputs, len(self.holders))
-        shard = local(parameter)
-        self.device = shard.device
-        if (
-            isinstance(parameter, DTensor)
-            and shard.device.type != parameter.device_mesh.device_type
-        ):
-            # The shard is offloaded to the host. Matrices are exchanged and orthogonalized where the
-            # model computes.
-            self.device = torch.empty((), device=parameter.device_mesh.device_type).device
+        self.device = parameter.device
+        if isinstance(parameter, DTensor):
+            count, self.holders = find(parameter.shape, parameter.device_mesh, parameter.placements)
+            # A shard may be offloaded to the host. Matrices are exchanged and orthogonalized where
+            # the model computes.
+            kind = parameter.device_mesh.device_type
+            if self.device.type != kind:
+                self.device = torch.empty((), device=kind).device
+        else:
+            count, self.holders = find(parameter.shape)
+        self.matrices = Matrices(count, outputs, inputs, len(self.holders))
 
     def stacked(self, tensor: Tensor | None) -> Tensor:
         """Return the local shard of the parameter, its gradient or its state as [matrices, rows, columns]."""
@@ -259,124 +266,109 @@ class _Held:
         return shard.unsqueeze(0) if shard.ndim == 2 else shard
 
 
-class _Holders:
-    """Finds the ranks that hold pieces of a parameter's matrices, once for equal shapes and placements."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.known: dict[Any, tuple[range, list[_Holder]]] = {}
-
-    def lookup(self, parameter: Tensor) -> tuple[range, list[_Holder]]:
-        """Return the matrices of a stack that this rank has a piece of, and all their holders by rank."""
-        if self.group is None or not isinstance(parameter, DTensor):
-            outputs, inputs = parameter.shape[-2:]
-            rank = 0 if self.group is None else self.group.rank()
-            count = 1 if parameter.ndim == 2 else parameter.shape[0]
-            return range(count), [_Holder(rank, (), range(outputs), range(inputs))]
-        key = parameter.shape, parameter.device_mesh, parameter.placements
-        if key not in self.known:
-            self.known[key] = self._find(*key)
-        return self.known[key]
-
-    def _find(
-        self, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
-    ) -> tuple[range, list[_Holder]]:
-        here = mesh.get_coordinate()
-        assert here is not None and self.group is not None, (
-            "this rank is outside the parameter's mesh"
-        )
-        stacked = len(shape) == 3
-        matrices = shard_ranges(shape, mesh, placements, here)[0] if stacked else range(1)
-        replicated = [axis for axis, each in enumerate(placements) if isinstance(each, Replicate)]
-        holders = []
-        coordinates = itertools.product(*(range(mesh.size(axis)) for axis in range(mesh.ndim)))
-        for rank, coordinate in zip(mesh_ranks(mesh), coordinates, strict=True):
-            ranges = shard_ranges(shape, mesh, placements, coordinate)
-            if not stacked or ranges[0] == matrices:
-                replica = tuple(coordinate[axis] for axis in replicated)
-                holders.append(
-                    _Holder(dist.get_group_rank(self.group, rank), replica, *ranges[-2:])
-                )
-        return matrices, sorted(holders, key=lambda holder: holder.rank)
+def _find_holders(
+    group: dist.ProcessGroup | None,
+    shape: torch.Size,
+    mesh: DeviceMesh | None = None,
+    placements: tuple[Placement, ...] = (),
+) -> tuple[int, list[_Holder]]:
+    """Return how many matrices of a stack this rank has a piece of, and all their holders by rank."""
+    if group is None or mesh is None:
+        stack, *whole = [range(1), *map(range, shape)][-3:]
+        return len(stack), [_Holder(0 if group is None else group.rank(), (), *whole)]
+    here = mesh.get_coordinate()
+    assert here is not None, "this rank is outside the parameter's mesh"
+    mine = [range(1), *shard_ranges(shape, mesh, placements, here)][-3]
+    replicated = [axis for axis, each in enumerate(placements) if isinstance(each, Replicate)]
+    holders = []
+    coordinates = itertools.product(*map(range, mesh.mesh.shape))
+    for rank, coordinate in zip(mesh.mesh.flatten().tolist(), coordinates, strict=True):
+        stack, *piece = [range(1), *shard_ranges(shape, mesh, placements, coordinate)][-3:]
+        if stack == mine:
+            replica = tuple(coordinate[axis] for axis in replicated)
+            holders.append(_Holder(dist.get_group_rank(group, rank), replica, *piece))
+    return len(mine), sorted(holders, key=lambda holder: holder.rank)
 
 
-def mesh_ranks(mesh: DeviceMesh) -> list[int]:
-    """Global ranks of a mesh, in the order of its coordinates."""
-    return mesh.mesh.flatten().tolist()
+class _Piece(NamedTuple):
+    """A piece of a unit's matrices, on its way."""
+
+    unit: MatrixGroup
+    holder: _Holder
+    sender: int
+    receiver: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Matrices, rows and columns."""
+        return self.unit.count, len(self.holder.rows), len(self.holder.columns)
+
+    def of(self, x_BOI: Tensor) -> Tensor:
+        """This piece of the complete matrices."""
+        rows = self.holder.rows
+        columns = self.holder.columns
+        return x_BOI[:, rows.start : rows.stop, columns.start : columns.stop]
 
 
-@dataclass
-class _Exchange:
+class _Route:
+    """The pieces that a rank sends and receives in one all-to-all, in the order of the other ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sent: list[_Piece] = []
+        self.received: list[_Piece] = []
+
+    def add(self, piece: _Piece) -> None:
+        """Add a piece if this rank sends or receives it."""
+        if piece.sender == self.rank:
+            insort(self.sent, piece, key=lambda each: each.receiver)
+        if piece.receiver == self.rank:
+            insort(self.received, piece, key=lambda each: each.sender)
+
+
+class _Exchange(NamedTuple):
     """An all-to-all in flight. The buffer that is sent must live until everything has arrived."""
 
+    pieces: list[_Piece]
     received: Tensor
     sent: Tensor
     work: dist.Work
 
-    def wait(self) -> Tensor:
-        """Return what has arrived. The device waits for it, the host does not."""
+    def wait(self) -> list[tuple[_Piece, Tensor]]:
+        """Return the pieces that have arrived. The device waits for them, the host does not."""
         self.work.wait()
-        return self.received
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A piece of a unit's matrices."""
-
-    unit: MatrixGroup
-    holder: _Holder
-
-    @property
-    def size(self) -> int:
-        """Number of values."""
-        return self.unit.count * len(self.holder.rows) * len(self.holder.columns)
-
-
-@dataclass
-class _Routes:
-    """The pieces that this rank sends to and receives from each rank of the group."""
-
-    sent: dict[int, list[_Piece]] = field(default_factory=lambda: defaultdict(list))
-    received: dict[int, list[_Piece]] = field(default_factory=lambda: defaultdict(list))
+        parts = self.received.split([prod(piece.shape) for piece in self.pieces])
+        return [
+            (piece, part.view(piece.shape)) for piece, part in zip(self.pieces, parts, strict=True)
+        ]
 
 
 class _Round:
-    """Units that are exchanged together. Each rank owns some of them."""
+    """Units that are exchanged together: from one replica to their owners, from these to all holders."""
 
     def __init__(self, units: list[MatrixGroup], muon: Muon) -> None:
         self.muon = muon
         self.units = units
-        self.to_owners = _Routes()
-        self.to_holders = _Routes()
+        self.to_owners = _Route(muon.rank)
+        self.to_holders = _Route(muon.rank)
         self.owned: list[MatrixGroup] = []
         for unit in units:
-            self._route(unit)
-
-    def _route(self, unit: MatrixGroup) -> None:
-        """Add the pieces of a unit: from one replica to the owner, from the owner to all holders."""
-        holders = self.muon.tensors[unit.tensor].holders
-        me = self.muon.rank
-        owner = holders[unit.owner]
-        if owner.rank == me:
-            self.owned.append(unit)
-        for holder in holders:
-            piece = _Piece(unit, holder)
-            if owner.rank == me:
-                self.to_holders.sent[holder.rank].append(piece)
-            if holder.rank == me:
-                self.to_holders.received[owner.rank].append(piece)
-            if holder.replica != owner.replica:
-                continue
-            if holder.rank == me:
-                self.to_owners.sent[owner.rank].append(piece)
-            if owner.rank == me:
-                self.to_owners.received[holder.rank].append(piece)
+            holders = muon.tensors[unit.tensor].holders
+            owner = holders[unit.owner]
+            if owner.rank == muon.rank:
+                self.owned.append(unit)
+            for holder in holders:
+                if holder.replica == owner.replica:
+                    self.to_owners.add(_Piece(unit, holder, holder.rank, owner.rank))
+                self.to_holders.add(_Piece(unit, holder, owner.rank, holder.rank))
 
     def gather(self, applied: Tensor | None) -> _Exchange:
         """Update the momentum of the round's matrices, and send its pieces to their owners."""
         # If another replica sends a piece, this one updates its momentum too.
         updates = self.muon.nesterov(self.units, applied)
-        return self._exchange(self.to_owners, lambda piece: updates[piece.unit])
+        return self._exchange(
+            self.to_owners, [updates[piece.unit] for piece in self.to_owners.sent]
+        )
 
     def orthogonalize(self, arriving: list[_Exchange]) -> _Exchange:
         """Orthogonalize the matrices that this rank owns, and send the pieces to all holders.
@@ -385,57 +377,37 @@ class _Round:
             arriving: exchanges, of which the first one is this round's. It is removed here, because
                 an argument can live until this returns: TorchDynamo's evaluator of frames keeps it.
         """
-        received = arriving.pop(0).wait()
+        exchange = arriving.pop(0)
         updates: dict[MatrixGroup, Tensor] = {}
         for unit in self.owned:
             matrices = self.muon.tensors[unit.tensor].matrices
-            updates[unit] = received.new_empty(unit.count, matrices.rows, matrices.columns)
-        pieces = list(self._split(received, self.to_owners))
-        targets = [updates[piece.unit][_slices(piece.holder)] for piece, _ in pieces]
-        if targets:
-            torch._foreach_copy_(targets, [values for _, values in pieces])
-        del received, pieces, targets  # before the iterations allocate
+            updates[unit] = exchange.received.new_empty(unit.count, matrices.rows, matrices.columns)
+        pieces = exchange.wait()
+        _copy([piece.of(updates[piece.unit]) for piece, _ in pieces], [x for _, x in pieces])
+        del exchange, pieces  # before the iterations allocate
         done = self.muon.orthogonalized(updates)
         return self._exchange(
-            self.to_holders, lambda piece: done[piece.unit][_slices(piece.holder)]
+            self.to_holders, [piece.of(done[piece.unit]) for piece in self.to_holders.sent]
         )
 
-    def apply(self, returning: _Exchange, applied: Tensor | None) -> None:
-        """Apply the orthogonalized updates to this rank's shards."""
-        pieces = self._split(returning.wait(), self.to_holders)
-        self.muon.add({piece.unit: update for piece, update in pieces}, applied)
-
-    def _exchange(self, routes: _Routes, values: Callable[[_Piece], Tensor]) -> _Exchange:
-        sizes = [
-            [sum(piece.size for piece in pieces.get(rank, ())) for rank in range(self.muon.ranks)]
-            for pieces in (routes.sent, routes.received)
-        ]
+    def _exchange(self, route: _Route, values: list[Tensor]) -> _Exchange:
+        lengths = [0] * self.muon.ranks, [0] * self.muon.ranks
+        for piece in route.sent:
+            lengths[0][piece.receiver] += prod(piece.shape)
+        for piece in route.received:
+            lengths[1][piece.sender] += prod(piece.shape)
         device = self.muon.tensors[self.units[0].tensor].device
-        sent = torch.empty(sum(sizes[0]), dtype=self.muon.dtype, device=device)
-        received = torch.empty(sum(sizes[1]), dtype=self.muon.dtype, device=device)
-        pieces = [piece for rank in sorted(routes.sent) for piece in routes.sent[rank]]
-        found = [values(piece) for piece in pieces]
-        parts = sent.split([piece.size for piece in pieces])
-        if pieces:
-            torch._foreach_copy_(
-                [part.view(x.shape) for part, x in zip(parts, found, strict=True)], found
-            )
-        work = dist.all_to_all_single(
-            received, sent, sizes[1], sizes[0], group=self.muon.group, async_op=True
+        sent, received = (
+            torch.empty(sum(each), dtype=self.muon.dtype, device=device) for each in lengths
         )
-        return _Exchange(received, sent, work)
-
-    def _split(self, received: Tensor, routes: _Routes) -> Iterator[tuple[_Piece, Tensor]]:
-        """Yield the pieces that have arrived, as [matrices, rows, columns]."""
-        pieces = [piece for rank in sorted(routes.received) for piece in routes.received[rank]]
-        for piece, part in zip(
-            pieces, received.split([piece.size for piece in pieces]), strict=True
-        ):
-            shape = piece.unit.count, len(piece.holder.rows), len(piece.holder.columns)
-            yield piece, part.view(shape)
+        parts = sent.split([x.numel() for x in values])
+        _copy([part.view(x.shape) for part, x in zip(parts, values, strict=True)], values)
+        work = dist.all_to_all_single(
+            received, sent, lengths[1], lengths[0], group=self.muon.group, async_op=True
+        )
+        return _Exchange(route.received, received, sent, work)
 
 
-def _slices(holder: _Holder) -> tuple[slice, slice, slice]:
-    rows = holder.rows
-    columns = holder.columns
-    return slice(None), slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)
