@@ -87,6 +87,8 @@ def further_loss_by_own_tokens() -> AbstractContextManager[Any]:
     original = execute.DirectExecutor._losses
 
     def losses(self, batch, later):
+        if later is None:
+            return original(self, batch, later)
         own, further = original(self, batch, later)
         tokens = (batch.labels_BT != IGNORE_INDEX).sum() * dist.get_world_size()
         return torch.stack([own, further * self.loss.denominator / tokens])
@@ -187,11 +189,11 @@ def named_by_stage() -> AbstractContextManager[Any]:
 
 def own_positions_from_zero() -> AbstractContextManager[Any]:
     """Every context-parallel rank counts positions from 0 in its own share."""
-    original = Decoder.take_positions
+    original = Decoder.set_length
     return patch.object(
         Decoder,
-        "take_positions",
-        lambda self, positions: original(self, torch.arange(len(positions))),
+        "set_length",
+        lambda self, length, positions: original(self, length, torch.arange(len(positions))),
     )
 
 

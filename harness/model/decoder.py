@@ -182,9 +182,6 @@ class Decoder(ModelPart):
         whole = signed_table(table)
         return whole if self._share is None else whole[:, self._share.to(device)]
 
-    def take_positions(self, positions_T: Tensor) -> None:
-        self._share = positions_T
-
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
         self.seq_len = length
         self._share = positions_T

@@ -71,15 +71,8 @@ class ModelPart(nn.Module, ABC):
         return {}
 
     @abstractmethod
-    def take_positions(self, positions_T: Tensor) -> None:
-        """Set the positions of the sequence that this part computes, in order; by default all.
-
-        Call it before ``materialize_buffers``.
-        """
-
-    @abstractmethod
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
-        """Set the length of the sequences; ``positions_T`` as in ``take_positions``, None: all positions."""
+        """Set the length of the sequences, and the positions that this part computes, in order; None: all."""
 
     @abstractmethod
     def materialize_buffers(self, device: torch.device) -> None:

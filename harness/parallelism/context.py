@@ -39,7 +39,7 @@ def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfi
     for length in part.segments:
         pieces.append(start + local_positions(layout, length, mesh.rank("cp")))
         start += length
-    part.take_positions(torch.cat(pieces))
+    part.set_length(part.seq_len, torch.cat(pieces))
     group = mesh.group("cp")
     for module in part.kernels:
         if layout.cp_method == "ulysses":

@@ -118,41 +118,33 @@ class DirectExecutor:
         with self.loss.context():
             # Modules have phases of their own in these two; the rest is the loss.
             with annotated("forward.head"):
+                losses = total = self._losses(batch, later)
                 if later is not None:
-                    losses = self._losses(batch, later)
                     total = losses[0] + self.mtp.loss_weight * losses[1]
-                elif self.in_head:
-                    losses = total = self.part(batch.inputs_BT, batch.labels_BT, batch.documents_BT)
-                else:
-                    # No variable holds the logits, so that they are freed before backward allocates
-                    # their gradient: with a large vocabulary they are the largest tensor.
-                    losses = total = self.loss(
-                        self.part(batch.inputs_BT, documents_BT=batch.documents_BT), batch.labels_BT
-                    )
             with annotated("backward.head"):
                 total.backward()
         return losses.detach().view(-1)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        batch = local_positions_of(batch, self.positions)
-        documents = batch.documents_BT
         with self.loss.context():
-            if self.in_head:
-                return self.part(batch.inputs_BT, batch.labels_BT, documents)  # type: ignore[no-any-return]
-            return self.loss(self.part(batch.inputs_BT, documents_BT=documents), batch.labels_BT)
+            return self._losses(local_positions_of(batch, self.positions), None)
 
     def score(self, batch: Batch) -> Tensor:
         with self.loss.scoring():
             return self.forward(batch)
 
-    def _losses(self, batch: Batch, later: Batch) -> Tensor:
-        inputs_BT = batch.inputs_BT
-        labels_BT = batch.labels_BT
-        documents = batch.documents_BT
+    def _losses(self, batch: Batch, later: Batch | None) -> Tensor:
+        """The loss, a scalar; with ``later`` both losses of multi-token prediction, [2]."""
+        inputs_BT, labels_BT, documents_BT = batch[:3]
         if self.in_head:
-            return self.part(inputs_BT, labels_BT, documents, later.inputs_BT, later.labels_BT)  # type: ignore[no-any-return]
-        logits = self.part(inputs_BT, documents_BT=documents, later_BT=later.inputs_BT).chunk(2)
+            further = () if later is None else (later.inputs_BT, later.labels_BT)
+            return self.part(inputs_BT, labels_BT, documents_BT, *further)  # type: ignore[no-any-return]
+        if later is None:
+            # No variable holds the logits, so that they are freed before backward allocates their
+            # gradient: with a large vocabulary they are the largest tensor.
+            return self.loss(self.part(inputs_BT, documents_BT=documents_BT), labels_BT)
+        logits = self.part(inputs_BT, documents_BT=documents_BT, later_BT=later.inputs_BT).chunk(2)
         return torch.stack([self.loss(logits[0], labels_BT), self.loss(logits[1], later.labels_BT)])
 
 
@@ -171,37 +163,29 @@ class PipelineExecutor:
         self.loss = loss
         self.device = device
         self.positions = positions
-        self.layout = job.parallelism
-        self.parts = parts
         self.schedule = build_schedule(job, mesh, parts, loss, device)
         self.holds_first = any(part.tok_embeddings is not None for part in parts)
         self.holds_last = any(part.output is not None for part in parts)
         self.in_head = job.training.loss_chunks > 1
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
-        losses = self._run(self.schedule.step, batch)
-        return (
-            torch.stack(losses).sum(0, keepdim=True)
-            if losses
-            else torch.zeros(1, device=self.device)
-        )
+        return self._sum(self._run(self.schedule.step, batch)).view(1)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         with forward_only(self.schedule):
-            losses = self._run(self.schedule.eval, batch)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+            return self._sum(self._run(self.schedule.eval, batch))
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         with self.loss.scoring(), forward_only(self.schedule):
             scores = self._run(self.schedule.eval, batch)
-        rows = len(batch.inputs_BT)
-        return (
-            torch.cat(scores)
-            if scores
-            else torch.zeros(rows, 2, device=self.device, dtype=torch.float64)
-        )
+        if scores:
+            return torch.cat(scores)
+        return torch.zeros(len(batch.inputs_BT), 2, device=self.device, dtype=torch.float64)
+
+    def _sum(self, losses: list[Tensor]) -> Tensor:
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def _run(self, run, batch: Batch) -> list[Tensor]:  # type: ignore[no-untyped-def]
         batch = local_positions_of(batch, self.positions)

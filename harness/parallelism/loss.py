@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,27 @@ from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 
 
-class Loss(Protocol):
-    """A sum over tokens, divided by ``denominator``, the number of them in the optimizer step."""
+class Loss:
+    """A sum over tokens, divided by ``denominator``, the number of them in the optimizer step.
 
-    denominator: float | Tensor
+    Attributes:
+        row_losses: inside of ``recording``, each row's share of the loss of every call, [B].
+    """
 
-    def recording(self) -> AbstractContextManager[list[Tensor]]:
+    denominator: float | Tensor = 1.0
+    row_losses: list[Tensor] | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
         """Context manager in which every call appends each row's share of the loss, [B], to the list."""
-        ...
+        self.row_losses = []
+        try:
+            yield self.row_losses
+        finally:
+            self.row_losses = None
 
 
-class TokenLoss:
+class TokenLoss(Loss):
     """Cross entropy summed over valid tokens and divided by ``denominator``.
 
     The denominator is the number of valid tokens of the optimizer step, over all data-parallel
@@ -50,13 +60,9 @@ class TokenLoss:
         """
         self.vocab_size = vocab_size
         self.mesh = mesh
-        self.denominator: float | Tensor = 1.0
+        self.compiled = compiled
         self.scores_rows = False
-        self.row_losses: list[Tensor] | None = None
-        functions = [_sum_of_losses, _losses]
-        if compiled:
-            functions = [torch.compile(function, backend=compiled) for function in functions]
-        self.sum_of_losses, self.losses = functions
+        self.losses = torch.compile(_losses, backend=compiled) if compiled else _losses
 
     def context(self) -> AbstractContextManager:
         """Context manager that forward and backward of the loss must run in."""
@@ -71,19 +77,19 @@ class TokenLoss:
         finally:
             self.scores_rows = False
 
-    @contextmanager
-    def recording(self) -> Iterator[list[Tensor]]:
-        """Context manager in which every call appends each row's share of the loss, [B], to the list."""
-        self.row_losses = []
-        try:
-            yield self.row_losses
-        finally:
-            self.row_losses = None
+    @property
+    def share(self) -> tuple[dist.ProcessGroup | None, int]:
+        """The ranks that split the vocabulary, None if it is not split, and the first token of this one."""
+        if self.mesh is None:
+            return None, 0
+        rows = -(-self.vocab_size // self.mesh.size())
+        return self.mesh.get_group(), rows * self.mesh.get_local_rank()
 
-    def record(self, losses_N: Tensor, labels_BT: Tensor) -> None:
-        """Record the losses of tokens, inside of ``recording``."""
-        assert self.row_losses is not None
-        self.row_losses.append(losses_N.detach().unflatten(0, labels_BT.shape).sum(1))
+    def record(self, losses: list[Tensor], labels_BT: Tensor) -> None:
+        """Record the losses of tokens, in pieces, inside of ``recording``."""
+        if self.row_losses is not None:
+            losses_N = torch.cat(losses).detach()
+            self.row_losses.append(losses_N.unflatten(0, labels_BT.shape).sum(1))
 
     def __call__(self, logits: Tensor, labels_BT: Tensor) -> Tensor:
         """Map logits [B, T, V] (or this rank's vocabulary shard) and labels [B, T] to a float32 scalar.
@@ -91,9 +97,9 @@ class TokenLoss:
         Inside of ``scoring``, return scores of rows, float64 [B, 2].
         """
         logits_NV = logits.flatten(0, 1)
+        labels_N = labels_BT.flatten()
         if self.scores_rows:
-            scores_N2 = token_scores(logits_NV, labels_BT.flatten(), self.mesh, self.vocab_size)
-            return scores_N2.unflatten(0, labels_BT.shape).sum(1)
+            return token_scores(logits_NV, labels_N, self).unflatten(0, labels_BT.shape).sum(1)
         if self.mesh is not None:
             # Shape and stride are given because the last shard may be smaller than the others.
             shape = torch.Size((logits_NV.shape[0], self.vocab_size))
@@ -105,62 +111,44 @@ class TokenLoss:
                 shape=shape,
                 stride=(self.vocab_size, 1),
             )
-        if self.row_losses is not None:
-            losses_N = _to_local(self.losses(logits_NV, labels_BT.flatten())) / self.denominator
-            self.record(losses_N, labels_BT)
-            return losses_N.sum()
-        return _to_local(self.sum_of_losses(logits_NV, labels_BT.flatten())) / self.denominator
+        reduction = "sum" if self.row_losses is None else "none"
+        losses = self.losses(logits_NV, labels_N, reduction)
+        if isinstance(losses, DTensor):
+            losses = losses.to_local()
+        losses = losses / self.denominator
+        self.record([losses], labels_BT)
+        return losses.sum() if losses.ndim else losses
 
 
-def _to_local(loss: Tensor) -> Tensor:
-    return loss.to_local() if isinstance(loss, DTensor) else loss
+def _losses(logits_NV: Tensor, labels_N: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(
+        logits_NV.float(), labels_N, reduction=reduction, ignore_index=IGNORE_INDEX
+    )
 
 
-def _losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
-
-
-def _sum_of_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
-
-
-def token_scores(
-    logits_NV: Tensor, labels_N: Tensor, vocabulary: DeviceMesh | None, vocab_size: int
-) -> Tensor:
+def token_scores(logits_NV: Tensor, labels_N: Tensor, loss: TokenLoss) -> Tensor:
     """Score each label: its log-probability, and 1 if another token is more probable.
 
     Args:
-        logits_NV: logits, or this rank's vocabulary shard.
+        logits_NV: logits, or this rank's vocabulary shard; overwritten.
         labels_N: labels; IGNORE_INDEX scores 0, 0.
-        vocabulary: the tp axis when logits are split by vocabulary.
 
     Returns:
         float64 [N, 2]. As ``argmax`` does, the first of equally probable tokens counts as the most
         probable.
     """
     logits_NV = logits_NV.float()
-    group = None
-    first = 0
-    if vocabulary is not None:
-        group = vocabulary.get_group()
-        first = -(-vocab_size // vocabulary.size()) * vocabulary.get_local_rank()
-    column_N = labels_N - first
-    is_local_N = (column_N >= 0) & (column_N < logits_NV.shape[1])
-    peak_N, best_N = logits_NV.max(1)
-    own_peak_N = peak_N
+    group, first = loss.share
+    own_peak_N, best_N = logits_NV.max(1)
     best_N = best_N + first
     if group is not None:
-        peak_N = peak_N.clone()
+        peak_N = own_peak_N.clone()
         dist.all_reduce(peak_N, dist.ReduceOp.MAX, group)
-        best_N = torch.where(own_peak_N == peak_N, best_N, vocab_size)
+        best_N = torch.where(own_peak_N == peak_N, best_N, loss.vocab_size)
         dist.all_reduce(best_N, dist.ReduceOp.MIN, group)
-    column_N1 = column_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)
-    label_N = torch.where(is_local_N, logits_NV.gather(1, column_N1).squeeze(1) - peak_N, 0.0)
-    sums_2N = torch.stack([(logits_NV - peak_N.unsqueeze(1)).exp_().sum(1), label_N])
-    if group is not None:
-        dist.all_reduce(sums_2N, group=group)
-    log_probability_N = sums_2N[1] - sums_2N[0].log()
-    scores_N2 = torch.stack([log_probability_N.double(), (best_N != labels_N).double()], dim=1)
+    scale = torch.ones((), device=logits_NV.device)
+    losses_N, _ = _cross_entropy(logits_NV, labels_N - first, scale, group)
+    scores_N2 = torch.stack([-losses_N.double(), (best_N != labels_N).double()], dim=1)
     return scores_N2 * (labels_N != IGNORE_INDEX).unsqueeze(1)
 
 
@@ -178,74 +166,42 @@ def token_scores(
 
 
 class ChunkedLoss:
-    """Loss computed by the Head (its ``loss``): the same sum and denominator as TokenLoss.
+    """Loss computed by the Head (its ``loss``): the same sum and denominator as TokenLoss."""
 
-    Args:
-        mesh: the tp axis when the vocabulary is split over it, else None.
-        compiled: the compiler's backend, or None.
-    """
-
-    def __init__(
-        self, loss: TokenLoss, chunks: int, mesh: DeviceMesh | None, compiled: str | None
-    ) -> None:
+    def __init__(self, loss: TokenLoss, chunks: int) -> None:
         self.loss = loss
         self.chunks = chunks
-        self.mesh = mesh
+        self.cross_entropy = _cross_entropy
         # A split vocabulary needs collectives inside, which a compiled function could not call.
-        self.cross_entropy = (
-            torch.compile(_cross_entropy, backend=compiled)
-            if compiled and mesh is None
-            else _cross_entropy
-        )
+        if loss.compiled and loss.mesh is None:
+            self.cross_entropy = torch.compile(_cross_entropy, backend=loss.compiled)
 
     def __call__(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
         """Map normed activations [B, T, C], the projection's weight and labels [B, T] to a float32 scalar.
 
         Inside of ``TokenLoss.scoring``, return scores of rows, float64 [B, 2].
         """
-        group = None
-        first_row = 0
         if isinstance(weight_VC, DTensor):
-            assert self.mesh is not None, "a split vocabulary needs the tp axis"
-            rows_per_rank = -(-weight_VC.shape[0] // self.mesh.size())
-            group = self.mesh.get_group()
-            first_row = rows_per_rank * self.mesh.get_local_rank()
             weight_VC = weight_VC.to_local()
+        x_NC = x_BTC.flatten(0, 1)
+        labels_N = labels_BT.flatten()
         if self.loss.scores_rows:
-            return self._score(x_BTC, weight_VC, labels_BT)
+            pieces = zip(x_NC.chunk(self.chunks), labels_N.chunk(self.chunks), strict=True)
+            scores = [token_scores(x @ weight_VC.T, labels, self.loss) for x, labels in pieces]
+            return torch.cat(scores).unflatten(0, labels_BT.shape).sum(1)
+        group, first = self.loss.share
         scale = 1 / self.loss.denominator
         if not isinstance(scale, Tensor):
             # full() fills on the device; copying a host value there would make the host wait.
             scale = torch.full((), scale, device=x_BTC.device)
         losses: list[Tensor] = []
+        with_gradients = torch.is_grad_enabled()
+        options = self.chunks, partial(self.cross_entropy, scale=scale, group=group), losses
         total: Tensor = _ChunkedCrossEntropy.apply(
-            x_BTC.flatten(0, 1),
-            weight_VC,
-            labels_BT.flatten() - first_row,
-            scale,
-            _Options(
-                self.chunks,
-                group,
-                self.cross_entropy,
-                losses,
-                with_gradients=torch.is_grad_enabled(),
-            ),
+            x_NC, weight_VC, labels_N - first, *options, with_gradients
         )
-        if self.loss.row_losses is not None:
-            self.loss.record(torch.cat(losses), labels_BT)
+        self.loss.record(losses, labels_BT)
         return total
-
-    def _score(self, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
-        pieces = zip(
-            x_BTC.flatten(0, 1).chunk(self.chunks),
-            labels_BT.flatten().chunk(self.chunks),
-            strict=True,
-        )
-        scores = [
-            token_scores(x_NC @ weight_VC.T, labels_N, self.mesh, self.loss.vocab_size)
-            for x_NC, labels_N in pieces
-        ]
-        return torch.cat(scores).unflatten(0, labels_BT.shape).sum(1)
 
 
 def build_loss(job: Job, mesh: Mesh, parts: Sequence[ModelPart]) -> TokenLoss:
@@ -256,18 +212,8 @@ def build_loss(job: Job, mesh: Mesh, parts: Sequence[ModelPart]) -> TokenLoss:
     loss = TokenLoss(job.model.vocab_size, vocabulary, compiled)
     for part in parts:
         if part.output is not None and job.training.loss_chunks > 1:
-            part.output.loss = ChunkedLoss(loss, job.training.loss_chunks, vocabulary, compiled)
+            part.output.loss = ChunkedLoss(loss, job.training.loss_chunks)
     return loss
-
-
-@dataclass(frozen=True)
-class _Options:
-    chunks: int
-    group: dist.ProcessGroup | None
-    cross_entropy: Callable[..., tuple[Tensor, Tensor]]
-    losses: list[Tensor]
-    """Receives the losses of the rows of every chunk."""
-    with_gradients: bool
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -277,31 +223,35 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         x_NC: Tensor,
         weight_VC: Tensor,
         labels_N: Tensor,
-        scale: Tensor,
-        options: _Options,
+        chunks: int,
+        cross_entropy: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        losses: list[Tensor],
+        with_gradients: bool,
     ) -> Tensor:
-        """Labels are relative to this rank's first row; those out of range are other ranks' or ignored."""
+        """Compute the loss and its gradients.
+
+        Args:
+            labels_N: relative to this rank's first row; those out of range are other ranks' or
+                ignored.
+            losses: receives the losses of the rows of every chunk.
+        """
         total = torch.zeros((), device=x_NC.device)
-        grad_x_NC = torch.empty_like(x_NC) if options.with_gradients else None
+        grad_x_NC = torch.empty_like(x_NC) if with_gradients else None
         grad_weight_VC = (
-            torch.zeros_like(weight_VC, dtype=torch.float32) if options.with_gradients else None
+            torch.zeros_like(weight_VC, dtype=torch.float32) if with_gradients else None
         )
-        rows = max(1, -(-len(x_NC) // options.chunks))
+        rows = max(1, -(-len(x_NC) // chunks))
         for start in range(0, len(x_NC), rows):
             piece = slice(start, start + rows)
-            logits_NV = x_NC[piece] @ weight_VC.T
-            loss_N, grad_NV = options.cross_entropy(
-                logits_NV, labels_N[piece], scale, options.group
-            )
-            del logits_NV
+            loss_N, grad_NV = cross_entropy(x_NC[piece] @ weight_VC.T, labels_N[piece])
             total += loss_N.sum()
-            options.losses.append(loss_N)
+            losses.append(loss_N)
             if grad_x_NC is None or grad_weight_VC is None:
                 continue
             grad_NV = grad_NV.to(x_NC.dtype)
             torch.mm(grad_NV, weight_VC, out=grad_x_NC[piece])
             _add_product(grad_weight_VC, grad_NV.T, x_NC[piece])
-        if options.with_gradients:
+        if with_gradients:
             ctx.save_for_backward(grad_x_NC, grad_weight_VC)
             ctx.weight_dtype = weight_VC.dtype
         return total
@@ -321,7 +271,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 ctx.saved_tensors, dtypes, ctx.needs_input_grad, strict=False
             )
         )
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _add_product(sum_VC: Tensor, grad_VN: Tensor, x_NC: Tensor) -> None:

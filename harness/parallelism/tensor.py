@@ -7,14 +7,13 @@ has the styles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from harness.config.parallelism import ParallelismConfig
@@ -23,15 +22,13 @@ from harness.model.spec import Split, modules
 from harness.parallelism.async_tp import avoid_copies
 from harness.parallelism.tensor_styles import (
     SEQUENCE_DIM,
+    Distributed,
     Plain,
     RegionParallel,
     VocabularyParallel,
     compute_plainly,
     converted_linear,
-    entry,
-    head_with_loss,
     look_up,
-    modulation,
     place,
 )
 from harness.precision.swap import float8_style, region_cast
@@ -56,24 +53,30 @@ def apply_tensor_parallel(
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
     # Linears and norms of other kinds compute on plain tensors, or were converted to another
     # format.
-    styles: dict[Split, Callable[[], ParallelStyle | None]] = {
-        Split.VOCABULARY: lambda: VocabularyParallel(stream),
-        Split.ENTRY: lambda: entry(stream),
-        Split.MODULATION: lambda: modulation(stream),
-        Split.OUTPUT: lambda: ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
-        Split.REGION: lambda: RegionParallel(stream),
-        # Experts that are split take the full stream; else each rank routes its part of it.
-        Split.MIXTURE: lambda: RegionParallel(stream) if layout.splits_experts else None,
-        Split.SHARED_EXPERTS: lambda: None if layout.splits_experts else RegionParallel(stream),
-        # expert.py lays these out.
-        Split.ROUTER: lambda: None,
-        Split.EXPERTS: lambda: None,
-        # The head returns local logits: pipeline stages and losses use plain tensors.
-        Split.HEAD: lambda: (
-            head_with_loss(stream)
-            if loss_in_head
-            else ColwiseParallel(input_layouts=stream, output_layouts=logits)
+    region = RegionParallel(stream)
+    styles: dict[Split, ParallelStyle | None] = {
+        Split.VOCABULARY: VocabularyParallel(stream),
+        # Every rank has its input.
+        Split.ENTRY: Distributed(Replicate(), uses=stream),
+        # If the stream is split, each rank has the gradient of its positions only.
+        Split.MODULATION: Distributed(
+            Replicate(),
+            gives=Replicate(),
+            output_gradient=Partial() if layout.sequence_parallel else None,
+            by_rows=True,
         ),
+        Split.OUTPUT: ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+        Split.REGION: region,
+        # Experts that are split take the full stream; else each rank routes its part of it.
+        Split.MIXTURE: region if layout.splits_experts else None,
+        Split.SHARED_EXPERTS: None if layout.splits_experts else region,
+        # expert.py lays these out.
+        Split.ROUTER: None,
+        Split.EXPERTS: None,
+        # Pipeline stages and losses use plain tensors: local logits, or the loss of local logits.
+        Split.HEAD: RegionParallel(stream, by_rows=True)
+        if loss_in_head
+        else ColwiseParallel(input_layouts=stream, output_layouts=logits),
     }
     specs = list(modules(part.config))
     built = dict(part.named_modules())
@@ -83,12 +86,12 @@ def apply_tensor_parallel(
         if module is None:
             continue
         if spec.split in styles:
-            style = styles[spec.split]()
+            style = styles[spec.split]
         else:
             is_plain = type(module) in (nn.Linear, nn.RMSNorm)
             style = Plain(spec, stream) if is_plain else converted_linear(spec.split, stream)
         if gather_float8:
-            if isinstance(style, RegionParallel) and spec.split is not Split.MIXTURE:
+            if style is region and spec.split is not Split.MIXTURE:
                 inner = [
                     (s.split, built[s.name]) for s in specs if s.name.startswith(f"{spec.name}.")
                 ]

@@ -48,29 +48,54 @@ def into_stream(partial_sum: Tensor, mesh: DeviceMesh, stream: Placement | None)
     return _placed(partial_sum, mesh, Partial()).redistribute(placements=(stream,)).to_local()
 
 
-def _replicated(
-    _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
-) -> tuple[Tensor, ...]:
-    return (_placed(inputs[0], mesh, Replicate()), *inputs[1:])
-
-
-def _to_local(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
-    return output.to_local()
-
-
 class Distributed(ParallelStyle):
-    """A module with DTensors for parameters; the arguments are those of torch's ``distribute_module``.
+    """A module that computes on DTensors, between plain tensors.
 
-    Parameters that ``partition`` does not split are replicated: the optimizer could not update
-    plain parameters and DTensors in one foreach call.
+    Parameters are split by rows or replicated: the optimizer could not update plain parameters and
+    DTensors in one foreach call.
+
+    Args:
+        takes: placement of the first input, as it arrives.
+        gradient: placement of that input's gradient; None: the same.
+        uses: placement of the input that the module computes on; None: the same.
+        gives: placement of the output, as it leaves; None: that of the module's result.
+        output_gradient: placement of the output's gradient; None: that of the output.
     """
 
-    def __init__(self, partition: Any = None, enter: Any = None, leave: Any = None) -> None:
+    def __init__(
+        self,
+        takes: Placement,
+        gradient: Placement | None = None,
+        uses: Placement | None = None,
+        gives: Placement | None = None,
+        output_gradient: Placement | None = None,
+        *,
+        by_rows: bool = False,
+    ) -> None:
         super().__init__()
-        self.hooks = partition, enter, leave
+        self.takes = takes
+        self.gradients = None if gradient is None else (gradient,)
+        self.uses = uses
+        self.gives = gives
+        self.output_gradients = None if output_gradient is None else (output_gradient,)
+        self.by_rows = by_rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, *self.hooks)
+        split = split_rows if self.by_rows else None
+        return distribute_module(module, device_mesh, split, self._enter, self._leave)
+
+    def _enter(
+        self, _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
+    ) -> tuple[Tensor, ...]:
+        x = _placed(inputs[0], mesh, self.takes, self.gradients)
+        if self.uses is not None:
+            x = x.redistribute(placements=(self.uses,))
+        return (x, *inputs[1:])
+
+    def _leave(self, _module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+        if self.gives is not None:
+            output = output.redistribute(placements=(self.gives,))
+        return output.to_local(grad_placements=self.output_gradients)
 
 
 class RegionParallel(ParallelStyle):
@@ -81,27 +106,34 @@ class RegionParallel(ParallelStyle):
 
     Args:
         cast: applied to the input before it is gathered; the module then takes a DTensor.
+        by_rows: whether the module's own parameters are split by rows.
     """
 
-    def __init__(self, stream: Placement, cast: Callable[[DTensor], DTensor] | None = None) -> None:
+    def __init__(
+        self,
+        stream: Placement,
+        cast: Callable[[DTensor], DTensor] | None = None,
+        *,
+        by_rows: bool = False,
+    ) -> None:
         super().__init__()
         self.stream = stream
         self.cast = cast
+        self.by_rows = by_rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             local = _placed(inputs[0], device_mesh, self.stream)
-            local = local if self.cast is None else self.cast(local)
+            if self.cast is not None:
+                return (self.cast(local).redistribute(placements=(Replicate(),)), *inputs[1:])
             whole = local.redistribute(placements=(Replicate(),))
-            return (_with_partial_gradient(whole) if self.cast is None else whole, *inputs[1:])
+            # Every rank has a summand of its gradient.
+            return (whole.to_local(grad_placements=(Partial(),)), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
+        if self.by_rows:
+            distribute_module(module, device_mesh, split_rows)
         return module
-
-
-def _with_partial_gradient(whole: DTensor) -> Tensor:
-    """A replicated tensor as a plain one; every rank has a summand of its gradient."""
-    return whole.to_local(grad_placements=(Partial(),))
 
 
 class Plain(ParallelStyle):
@@ -144,60 +176,12 @@ def converted_linear(split: Split, stream: Placement) -> ParallelStyle:
     if split is Split.ROW:
         return RowwiseParallel(output_layouts=stream)
     placement = stream if split is Split.STREAM else Replicate()
-    gradient = Partial() if split in (Split.COLUMN, Split.WHOLE) else placement
-
-    def enter(
-        _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
-    ) -> tuple[Tensor, ...]:
-        return (_placed(inputs[0], mesh, placement, (gradient,)), *inputs[1:])
-
-    def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return _with_partial_gradient(output) if split is Split.WHOLE else output.to_local()
-
-    return Distributed(_split_rows if split is Split.COLUMN else None, enter, leave)
-
-
-def entry(stream: Placement) -> Distributed:
-    """Style of a replicated linear whose input every rank has, and whose output is placed as the stream."""
-
-    def split(
-        _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
-    ) -> tuple[Tensor, ...]:
-        return (
-            _placed(inputs[0], mesh, Replicate()).redistribute(placements=(stream,)),
-            *inputs[1:],
-        )
-
-    return Distributed(None, split, _to_local)
-
-
-def modulation(stream: Placement) -> Distributed:
-    """Style of a linear from a replicated row per sample, split by outputs, which are gathered.
-
-    If the stream is split along the sequence, each rank has the gradient of its positions only.
-    """
-    gradient = Replicate() if stream.is_replicate() else Partial()
-
-    def gather(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return output.redistribute(placements=(Replicate(),)).to_local(grad_placements=(gradient,))
-
-    return Distributed(_split_rows, _replicated, gather)
-
-
-def head_with_loss(stream: Placement) -> Distributed:
-    """Style of the output projection split by vocabulary, which computes the loss on plain local tensors.
-
-    Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's
-    placement.
-    """
-
-    def gather(
-        _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
-    ) -> tuple[Tensor, ...]:
-        whole = _placed(inputs[0], mesh, stream).redistribute(placements=(Replicate(),))
-        return (_with_partial_gradient(whole), *inputs[1:])
-
-    return Distributed(_split_rows, gather)
+    return Distributed(
+        placement,
+        Partial() if split in (Split.COLUMN, Split.WHOLE) else None,
+        output_gradient=Partial() if split is Split.WHOLE else None,
+        by_rows=split is Split.COLUMN,
+    )
 
 
 class VocabularyParallel(ParallelStyle):
@@ -215,7 +199,7 @@ class VocabularyParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding), f"{type(module).__name__} is not an embedding"
         module.forward = partial(look_up, module, device_mesh, self.stream)  # type: ignore[method-assign]
-        return distribute_module(module, device_mesh, _split_rows)
+        return distribute_module(module, device_mesh, split_rows)
 
 
 def look_up(
@@ -230,7 +214,7 @@ def look_up(
     return into_stream(own_BTC, mesh, stream)
 
 
-def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for name, _ in list(module.named_parameters(recurse=False)):
         place(module, name, mesh, 0)
 

@@ -7,8 +7,9 @@ rows. So a float8 layout agrees with a process that takes the same rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
 
 RECIPES = {
     "float8_tensorwise": "tensorwise",
@@ -158,35 +158,29 @@ def float8_style(module: nn.Module, split: Split, stream: Placement) -> Parallel
     return Float8RowwiseParallel(output_layouts=stream) if split is Split.ROW else None
 
 
-class Float8Cast:
-    """Casts a region's input to float8 before it is gathered, once for all linears that take it."""
-
-    def __init__(self, linear: Float8Linear) -> None:
-        self.config = linear.config
-        self.linear_mm_config = linear.linear_mm_config
-
-    def __call__(self, tensor: DTensor) -> DTensor:
-        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-        from torchao.float8.float8_training_tensor import GemmInputRole
-
-        return hp_tensor_to_float8_dynamic(
-            tensor,
-            self.config.cast_config_input.target_dtype,
-            self.linear_mm_config,
-            gemm_input_role=GemmInputRole.INPUT,
-        )
-
-
-def region_cast(inner: Iterable[tuple[Split, nn.Module]]) -> Float8Cast | None:
-    """Return the float8 cast of a region's input; None unless all linears that take the input are float8.
+def region_cast(
+    inner: Collection[tuple[Split, nn.Module]],
+) -> Callable[[DTensor], DTensor] | None:
+    """Return the float8 cast of a region's input, before it is gathered, once for all linears that take it.
 
     Args:
         inner: the modules inside the region, and how each is split.
+
+    Returns:
+        None unless all linears that take the input are float8.
     """
     from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
 
-    inner = list(inner)
-    if any(split is Split.WHOLE for split, _ in inner):
-        return None  # latents: some column linears have another input
-    users = [module for split, module in inner if split is Split.COLUMN]
-    return Float8Cast(users[0]) if all(isinstance(user, Float8Linear) for user in users) else None
+    users: list[Any] = [module for split, module in inner if split is Split.COLUMN]
+    # With latents some column linears have another input.
+    has_latents = any(split is Split.WHOLE for split, _ in inner)
+    if has_latents or not all(isinstance(user, Float8Linear) for user in users):
+        return None
+    return partial(
+        hp_tensor_to_float8_dynamic,
+        float8_dtype=users[0].config.cast_config_input.target_dtype,
+        linear_mm_config=users[0].linear_mm_config,
+        gemm_input_role=GemmInputRole.INPUT,
+    )

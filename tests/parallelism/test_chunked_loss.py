@@ -36,9 +36,9 @@ def plain(x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
 def chunked(
     x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor, chunks: int, compiled: str | None = None
 ) -> Tensor:
-    loss = TokenLoss(len(weight_VC), None)
+    loss = TokenLoss(len(weight_VC), None, compiled)
     loss.denominator = 17.0
-    return ChunkedLoss(loss, chunks, None, compiled)(x_BTC, weight_VC, labels_BT)
+    return ChunkedLoss(loss, chunks)(x_BTC, weight_VC, labels_BT)
 
 
 @pytest.mark.parametrize("valid", [True, False])
@@ -124,7 +124,7 @@ def test_the_host_does_not_wait_for_it():
     loss.denominator = 17.0
     x_BTC, weight_VC, labels_BT = (tensor.detach().to("meta") for tensor in made_up())
     with waits() as found:
-        ChunkedLoss(loss, 4, None, None)(
+        ChunkedLoss(loss, 4)(
             x_BTC.requires_grad_(), weight_VC.requires_grad_(), labels_BT
         ).backward()
     assert x_BTC.grad is not None

@@ -207,9 +207,6 @@ class Flux(ModelPart):
         text = self.flux.text_length
         return (text, self.seq_len - text)
 
-    def take_positions(self, positions_T: Tensor) -> None:
-        self._share = positions_T
-
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
         side = math.isqrt(max(0, length - self.flux.text_length))
         self.seq_len = length

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from harness.config.job import Job
 from harness.contrib.flux.config import PATCH, FlowConfig, flow_of, flux_of
 from harness.contrib.flux.model import Flux, pack
 from harness.parallelism.fsdp import sync_gradients
+from harness.parallelism.loss import Loss
 from harness.util.annotation import annotated
 from harness.util.errors import DataError
 
@@ -211,22 +211,9 @@ def generator_of(seed: int, purpose: str, number: int, device: torch.device) -> 
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-class FlowLoss:
+class FlowLoss(Loss):
     """Squared error of the prediction, mean over a token's values, summed over the pictures' tokens and
     divided by ``denominator``, their number in the optimizer step."""
-
-    def __init__(self) -> None:
-        self.denominator: float | Tensor = 1.0
-
-    def context(self) -> nullcontext[None]:
-        """Context manager that forward and backward of the loss must run in."""
-        return nullcontext()
-
-    @contextmanager
-    def recording(self) -> Iterator[list[Tensor]]:
-        """Not used: pictures come from one source."""
-        raise AssertionError("pictures have no sources")
-        yield []
 
     def __call__(self, predicted_BIP: Tensor, target_BIP: Tensor) -> Tensor:
         """Map predictions and targets [B, I, P] to a float32 scalar."""
