@@ -182,7 +182,7 @@ def ring_attention(
     out, lse = _templated_ring_attention(
         _resolve_process_group(GroupName(group)),
         SEQUENCE_DIM,
-        _attend,
+        _attend,  # type: ignore[arg-type]
         q_BHTD,
         k_BKTD,
         v_BKTD,
@@ -213,7 +213,7 @@ def ring_attention_backward(
     grad_q, grad_k, grad_v = _templated_ring_attention_backward(
         _resolve_process_group(GroupName(group)),
         SEQUENCE_DIM,
-        _attend_backward,
+        _attend_backward,  # type: ignore[arg-type]
         grad_out.contiguous(),
         "grad_out",
         q_BHTD,

@@ -82,7 +82,8 @@ class Distributed(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split = split_rows if self.by_rows else None
-        return distribute_module(module, device_mesh, split, self._enter, self._leave)
+        hooks: Any = self._enter, self._leave
+        return distribute_module(module, device_mesh, split, *hooks)
 
     def _enter(
         self, _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
