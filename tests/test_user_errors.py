@@ -119,13 +119,13 @@ SCHEDULES = """
 0F0,0B0 0F1,0B1 : stages [0, 0] are not 0, 1, 2, ... each on one rank
 0F0,0F1,0B0,0B1 1F0,1B0 : every stage needs one F of each of the microbatches 0 to 1
 0F0,0F0,0B0 1F0,1B0 : every stage needs one F of each of the microbatches 0 to 0
-0F0,0F1,0B0,0B1 1F0,1F1,1B0 : every stage and microbatch needs one B, or one I and one W
-0F0,0B0 1F0,1I0 : every stage and microbatch needs one B, or one I and one W
-0F0,0B0,0W0 1F0,1B0 : every stage and microbatch needs one B, or one I and one W
-0F0,0B0 1F0,1W0,1I0 : every stage and microbatch needs one B, or one I and one W after it
-0F0,0B0,0B0 1F0,1B0 : every stage and microbatch needs one B, or one I and one W
+0F0,0F1,0B0,0B1 1F0,1F1,1B0 : every stage needs one F of each
+0F0,0B0 1F0,1I0 : every stage needs one F of each
+0F0,0B0,0W0 1F0,1B0 : every stage needs one F of each
+0F0,0B0 1F0,1W0,1I0 : every stage needs one F of each
+0F0,0B0,0B0 1F0,1B0 : every stage needs one F of each
 0F0,1B0 1F0,0B0 : stages [0, 0, 1, 1] are not 0, 1, 2, ... each on one rank
-0F0,0B0 1B0,1F0 : the ranks wait for each other, or for themselves, for ever: 0B0 for 1B0, 1B0 for 1F0;
+0F0,0B0 1B0,1F0 : every stage needs one F of each
 0F0,0B0,0F1,0B1 1F0,1F1,1B0,1B1 : the ranks wait for each other, or for themselves, for ever: 0B0 for 1B0, 1F1
 0F0,2F0,2B0,0B0 1F0,3F0,3B0,1B0 : runs 4 stages, but model.n_layers=1 makes at most 3
 """

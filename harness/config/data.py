@@ -24,7 +24,6 @@ from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 
 TRAIN_ON = ("all", "last")
-LONG_CONVERSATIONS = ("drop", "cut")
 TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
 BOUNDARIES = ("auto", "eos", "bos", "none")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
@@ -112,9 +111,6 @@ class DataConfig:
     train_on: str = numerics("all", choices=TRAIN_ON, id_omits_default=True)
     """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each
     conversation."""
-    long_conversations: str = numerics("drop", choices=LONG_CONVERSATIONS, id_omits_default=True)
-    """chat: handling of conversations longer than `training.seq_len`: `drop` leaves them out, `cut` keeps
-    their first tokens. The log has their number."""
     sources: dict[str, DataConfig] = numerics(factory=dict, id_omits_default=True)
     """mixture: the sources by name, each with the fields of `data`."""
     weights: dict[str, float] = numerics(factory=dict, least=0, id_omits_default=True)
@@ -152,7 +148,7 @@ class DataConfig:
         options = resolve_options(self.options, schema, "data.options", owner)
         sources = {}
         for name, source in self.sources.items():
-            with errors_of_source(self, name):
+            with errors_of_source(name):
                 sources[name] = source.resolve()
         return replace(self, options=options, sources=sources)
 
@@ -173,7 +169,7 @@ class DataConfig:
             return
         if self.sources:
             name = self.source_names[0]
-            with errors_of_source(self, name):
+            with errors_of_source(name):
                 source_config(self, name).require_validation()
         other = "data.validation_paths" if self.reads_files else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"

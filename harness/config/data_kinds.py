@@ -35,8 +35,6 @@ SHARED = (
 STEP = "step"
 """In a change of weights, the key that does not name a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
-_FIELD = re.compile(r"(?<![\w/.@-])data(?:\.([a-z_]+)\b(?![./])|=)")
-"""In an error: a field of ``data``, or ``data=``."""
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
 
 
@@ -116,7 +114,6 @@ _BUILTINS = {
             "chat_template_options",
             "chat_date",
             "train_on",
-            "long_conversations",
         ),
         formats=("auto", "jsonl", "parquet"),
         example="conversations.jsonl",
@@ -251,7 +248,7 @@ def check_mixture(data: DataConfig) -> None:
             rule = "is a field of each source"
             raise ConfigError(f"data.{name}", value, rule, f"data.sources.NAME.{name}")
     for name in data.source_names:
-        with errors_of_source(data, name):
+        with errors_of_source(name):
             source_config(data, name).validate()
     _check_weights(data)
 
@@ -266,36 +263,21 @@ def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManage
     """Return each source, and a context manager that names its fields in errors."""
     if not data.sources:
         return [(data, nullcontext())]
-    return [(source_config(data, name), errors_of_source(data, name)) for name in data.source_names]
+    return [(source_config(data, name), errors_of_source(name)) for name in data.source_names]
 
 
 @contextmanager
-def errors_of_source(data: DataConfig, name: str) -> Iterator[None]:
-    """Context manager that renames fields in errors: ``data.paths`` to ``data.sources.<name>.paths``.
-
-    Shared fields and file names stay as they are.
-    """
-    names = {"kind=", *(field.name for field in dataclasses.fields(data))}
-    names -= {*SHARED, *MIXTURE_FIELDS[1:]}
-
-    def replacement(found: re.Match[str]) -> str:
-        field = found[1] or "kind="
-        return f"data.sources.{name}.{field}" if field in names else found[0]
-
-    def renamed(text: str) -> str:
-        return _FIELD.sub(replacement, text)
-
+def errors_of_source(name: str) -> Iterator[None]:
+    """Context manager that names the source in errors, and its field: ``data.sources.<name>.paths``."""
+    source = f"data.sources.{name}"
     try:
         yield
     except ConfigError as error:
-        field, rule, works = map(renamed, (error.field, error.rule, error.works))
-        if f"data.sources.{name}" not in field + rule:
-            rule = f"data.sources.{name}: {rule}"
-        raise ConfigError(field, error.value, rule, works) from error
+        leaf = error.field.removeprefix("data.")
+        field = error.field if leaf in (error.field, *SHARED) else f"{source}.{leaf}"
+        raise ConfigError(field, error.value, f"{source}: {error.rule}", error.works) from error
     except DataError as error:
-        text = renamed(str(error))
-        source = f"data.sources.{name}"
-        raise DataError(text if source in text else f"{source}: {text}") from error
+        raise DataError(f"{source}: {error}") from error
 
 
 def weights_by_step(

@@ -410,6 +410,7 @@ REMOVED = (
     Removed("optimizer.decay_vectors", "optimizer.weight_decay", NUMERICS, False),
     Removed("optimizer.decay_embeddings", "optimizer.weight_decay", NUMERICS, True),
     Removed("debug.max_skipped_steps", "debug.non_finite", NUMERICS, 10),
+    Removed("data.long_conversations", "data.train_on", "", "drop"),
     Removed("data.encoding_errors", "data.format", NUMERICS, "strict"),
 )
 REMOVED_LABELS = (

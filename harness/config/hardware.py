@@ -19,14 +19,6 @@ _NEEDED = {
     "link_gb_s": "450",
     "units": "132",
 }
-# Fields of an accelerator as they are, those in other units, and the formats whose peak a field is.
-_SAME = ("memory_gib", "units")
-_UNITS = {"memory_tb_s": ("memory_bandwidth", 1e12), "link_gb_s": ("link_bandwidth", 1e9)}
-_PEAKS = {
-    "half_tflops": ("bfloat16", "float16"),
-    "float32_tflops": ("float32",),
-    "float8_tflops": ("float8",),
-}
 
 
 @dataclass(frozen=True)
@@ -78,16 +70,23 @@ def described(name: str, own: HardwareConfig) -> Accelerator | None:
     known = ACCELERATORS.get(name)
     if own == HardwareConfig():
         return known
-    given = {field: value for field, value in vars(own).items() if value is not None}
-    numbers: dict[str, Any] = {field: given[field] for field in _SAME if field in given}
-    for field, (quantity, unit) in _UNITS.items():
-        if field in given:
-            numbers[quantity] = given[field] * unit
-    peaks = {} if known is None else dict(known.peak_flops)
-    for field, dtypes in _PEAKS.items():
-        if field in given:
-            peaks |= dict.fromkeys(dtypes, given[field] * 1e12)
-    numbers["peak_flops"] = peaks
+    numbers: dict[str, Any] = {
+        "memory_gib": own.memory_gib,
+        "units": own.units,
+        "memory_bandwidth": own.memory_tb_s and own.memory_tb_s * 1e12,
+        "link_bandwidth": own.link_gb_s and own.link_gb_s * 1e9,
+    }
+    peaks = {
+        "bfloat16": own.half_tflops,
+        "float16": own.half_tflops,
+        "float32": own.float32_tflops,
+        "float8": own.float8_tflops,
+    }
+    given = {name: number for name, number in numbers.items() if number is not None}
+    given["peak_flops"] = {} if known is None else dict(known.peak_flops)
+    for dtype, tflops in peaks.items():
+        if tflops is not None:
+            given["peak_flops"][dtype] = tflops * 1e12
     if known is None:
-        return Accelerator(**numbers, name=name, source="cluster.hardware", link="in-node")
-    return replace(known, **numbers, source=f"{known.source}, changed by cluster.hardware")
+        return Accelerator(**given, name=name, source="cluster.hardware", link="in-node")
+    return replace(known, **given, source=f"{known.source}, changed by cluster.hardware")

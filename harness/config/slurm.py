@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import mul
 from typing import Any
 
 from harness.config.fields import Switch, label
@@ -156,15 +157,6 @@ wait wrap
 _OF_SRUN = """
 cpus-per-task error jobid kill-on-bad-exit multi-prog nodes ntasks ntasks-per-node open-mode output wait
 """
-_SHORT = {
-    "c": "cpus-per-task",
-    "e": "error",
-    "K": "kill-on-bad-exit",
-    "N": "nodes",
-    "n": "ntasks",
-    "o": "output",
-    "W": "wait",
-}
 _INSTEAD = {
     "job-name": "name",
     "nodes": "cluster.nodes",
@@ -196,10 +188,10 @@ def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
 def check_srun(arguments: Sequence[str]) -> None:
     """Raise ConfigError for an option of srun that the harness sets itself."""
     for argument in arguments:
-        if argument.startswith("--"):
-            own = _own(argument[2:].partition("=")[0], _OF_SRUN)
-        else:
-            own = _SHORT.get(argument[1:2]) if argument.startswith("-") else None
+        if argument.startswith("-") and not argument.startswith("--"):
+            rule = "options of srun are given by their long names"
+            raise ConfigError("cluster.srun_args", argument, rule, "[--mpi=pmix]")
+        own = _own(argument[2:].partition("=")[0], _OF_SRUN) if argument.startswith("-") else None
         if own is not None:
             rule = f"the harness sets --{own} of srun itself"
             raise ConfigError("cluster.srun_args", argument, rule, _instead(own))
@@ -244,24 +236,19 @@ _FORMS = {
 # Not a command around Python: the file of an image, or its name and tag in a registry.
 _IMAGE = re.compile(r"[^\s-]\S*(\.(sqsh|squashfs|sif|simg|img)|:\S+)")
 
-_TIME = re.compile(
-    r"(?:(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
-    r"|(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?)"
-)
+_TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
+# Seconds of the numbers of a time without days, by how many there are.
+_UNITS = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}
 
 
 def minutes_of(time: str) -> int:
     """Convert a time of sbatch (slurm.schedmd.com/sbatch.html, ``--time``) to minutes, rounded up."""
-    match = _TIME.fullmatch(time.strip())
-    parts = {name: int(value or 0) for name, value in match.groupdict().items()} if match else {}
-    hours, minutes = (parts.get(a, 0) + parts.get(b, 0) for a, b in (("dh", "h"), ("dm", "m")))
-    seconds = parts.get("ds", 0) + parts.get("s", 0)
-    total = (parts.get("days", 0) * 24 + hours) * 60 + minutes + -(-seconds // 60)
-    if total < 1:
-        raise ConfigError(
-            "cluster.time",
-            time,
-            "must be a time in one of sbatch's forms",
-            "90, 1:30:00, 2-12:00:00",
-        )
-    return total
+    seconds = 0
+    if match := _TIME.fullmatch(time.strip()):
+        numbers = [int(number) for number in match[2].split(":")]
+        units = _UNITS[3 if match[1] else len(numbers)]
+        seconds = int(match[1] or 0) * 86400 + sum(map(mul, numbers, units))
+    if not seconds:
+        rule = "must be a time in one of sbatch's forms"
+        raise ConfigError("cluster.time", time, rule, "90, 1:30:00, 2-12:00:00")
+    return -(-seconds // 60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.config.data import DataConfig
 from harness.data.batch import IGNORE_INDEX, PADDING
 from harness.data.cache import open_documents
 from harness.data.corpus import TokenizedSplit
@@ -18,23 +17,21 @@ def load_conversations(reading: Reading) -> Loader:
     tokenized = open_documents(reading)
     samples = PackedConversations(tokenized, reading)
     loader = load_numbered(reading, samples)
-    loader.note = f"data of {reading.split}: {describe(samples, reading.data, reading.seq_len)}"
+    loader.note = f"data of {reading.split}: {describe(samples, reading.seq_len)}"
     return loader
 
 
-def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> str:
-    """Return the numbers of conversations that were packed, cut and left out, in one line."""
+def describe(samples: PackedConversations, seq_len: int) -> str:
+    """Return the numbers of conversations that were packed and left out, in one line."""
     packed = (
         plural(samples.num_conversations, "conversation"),
         plural(samples.num_per_epoch or 0, "sample"),
     )
-    long = "cut" if data.long_conversations == "cut" else "left out"
     counts = (
-        (samples.num_without_labels, "left out: without a turn of the assistant"),
-        (samples.num_too_long, f"{long}: longer than training.seq_len={seq_len}"),
-        (samples.num_cut_off, "left out: every turn of the assistant is cut off"),
+        (samples.num_without_labels, "without a turn of the assistant"),
+        (samples.num_too_long, f"longer than training.seq_len={seq_len}"),
     )
-    notes = [f"{count} {what}" for count, what in counts if count]
+    notes = [f"{count} left out: {what}" for count, what in counts if count]
     return "; ".join([f"{' in '.join(packed)}, {samples.fill:.1%} full", *notes])
 
 
@@ -47,7 +44,7 @@ class PackedConversations:
     Labels are the assistant's tokens. Conversations in a sample have different document numbers;
     its padding has PADDING.
 
-    A conversation with more than T inputs is left out, or cut at T (``data.long_conversations``).
+    A conversation with more than T inputs is left out.
     Without ``shuffles`` conversations and samples are in stored order.
 
     Args:
@@ -64,28 +61,22 @@ class PackedConversations:
         self._split = split
         self._seq_len = seq_len
         self._pad_id = reading.tokenizer.eos_id or 0
-        cut = reading.data.long_conversations == "cut"
         self._ends = np.append(np.asarray(split.starts)[1:], len(split.tokens)).astype(np.int64)
         inputs = self._ends - split.starts - 1
-        usable = inputs > 0
-        too_long = np.flatnonzero(inputs > seq_len)
-        usable[too_long] = [
-            cut and bool(self._read(conversation)[1][1:].any())
-            for conversation in too_long.tolist()
-        ]
+        usable = (inputs > 0) & (inputs <= seq_len)
         self.num_conversations = int(usable.sum())
-        self.num_too_long = len(too_long)
+        self.num_too_long = int((inputs > seq_len).sum())
         self.num_without_labels = int((inputs <= 0).sum())
-        self.num_cut_off = int(too_long.size - usable[too_long].sum()) if cut else 0
         if not self.num_conversations:
             raise DataError(
                 f"{split.name}: none of {len(inputs)} conversations can be used: {self.num_without_labels} "
-                f"have no turn of the assistant, {len(too_long)} are longer than training.seq_len={seq_len}"
+                f"have no turn of the assistant, {self.num_too_long} are longer than "
+                f"training.seq_len={seq_len}"
             )
         chosen = np.flatnonzero(usable)
         if shuffle:
             chosen = chosen[random_stream("conversations", seed, 0).permutation(len(chosen))]
-        sizes = np.minimum(inputs[chosen], seq_len)
+        sizes = inputs[chosen]
         sample_of = first_fit(sizes, seq_len)
         in_samples = np.argsort(sample_of, kind="stable")
         self._conversations = chosen[in_samples]
@@ -113,10 +104,9 @@ class PackedConversations:
         return inputs_T, labels_T, documents_T
 
     def _read(self, conversation: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a conversation, at most T + 1, and which of them are learned."""
-        begin = int(self._split.starts[conversation])
-        end = min(int(self._ends[conversation]), begin + self._seq_len + 1)
-        encoded = self._split.tokens[begin:end].astype(np.int64)
+        """Tokens of a conversation, and which of them are learned."""
+        begin = self._split.starts[conversation]
+        encoded = self._split.tokens[begin : self._ends[conversation]].astype(np.int64)
         return encoded >> 1, (encoded & 1).astype(bool)
 
 

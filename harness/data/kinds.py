@@ -55,7 +55,7 @@ def load_mixture(reading: Reading) -> Loader:
     names = names or data.source_names[:1]  # whose error says so
     loaders: dict[str, SampleLoader] = {}
     for name in names:
-        with errors_of_source(data, name):
+        with errors_of_source(name):
             source = source_config(data, name)
             final = Sizes(reading.global_batch_size, reading.seq_len)
             loader = build_loader(dataclasses.replace(reading, data=source, sizes=final))
@@ -84,5 +84,5 @@ def _holds_out(data: DataConfig, name: str) -> bool:
     source = data.sources[name]
     if not (source.holds_out and source.may_be_corpus):
         return source.holds_out
-    with errors_of_source(data, name):
+    with errors_of_source(name):
         return holds_out(source)

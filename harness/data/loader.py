@@ -236,15 +236,10 @@ class SampleLoader(Loader):
     def _check(self, state: dict[str, Any]) -> None:
         slots = state.get("slots", {})
         saved = "the saved position"
-        if self._order and "mixture" not in state:
-            raise DataError(f"{saved} is in one source, and data.kind is mixture")
-        if not self._order and "mixture" in state:
-            raise DataError(f"{saved} is in a mixture, and data.kind is not mixture")
-        if not self._order and bool(slots) != bool(self._streams):
-            was, streaming = ("not ", "true") if self._streams else ("", "false")
-            raise DataError(
-                f"{saved} is {was}in a streamed dataset, and data.streaming is {streaming}"
-            )
+        was = _kind_in_words("mixture" in state, bool(slots))
+        now = _kind_in_words(self._order is not None, bool(self._streams))
+        if was != now:
+            raise DataError(f"{saved} is in {was}, and the job reads {now}")
         size = state.get("global_batch_size", self._batch_size)
         if self._streams and size != self._batch_size:
             raise DataError(
@@ -269,6 +264,12 @@ class SampleLoader(Loader):
     def close(self) -> None:
         for stream in self._streams.values():
             stream.close()
+
+
+def _kind_in_words(is_mixture: bool, has_streams: bool) -> str:
+    if is_mixture:
+        return "a mixture"
+    return "a streamed dataset" if has_streams else "one source that is not streamed"
 
 
 def load_numbered(reading: Reading, samples: Samples) -> SampleLoader:

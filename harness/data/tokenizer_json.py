@@ -35,6 +35,7 @@ _COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
+    SPECIAL_MAP,
     "tokenizer.model",
     "vocab.json",
 )
@@ -231,19 +232,15 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     for name in _COMPANIONS:
         if config.file.with_name(name).is_file():
             (folder / name).write_bytes(config.file.with_name(name).read_bytes())
+    path = config.file.with_name(CONFIG)
+    theirs = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if path.is_file():
+        theirs = read_object(path, DataError)
+    known = read_transformers_settings(config.file)
     ours = {"bos_token": config.bos, "eos_token": config.eos}
-    for name in (CONFIG, SPECIAL_MAP):
-        path = config.file.with_name(name)
-        if name == SPECIAL_MAP and not path.is_file():
-            continue
-        theirs = (
-            read_object(path, DataError)
-            if path.is_file()
-            else {"tokenizer_class": "PreTrainedTokenizerFast"}
-        )
-        changed = {key: token for key, token in ours.items() if token and key not in theirs}
-        if changed or not path.is_file():
-            text = json.dumps({**theirs, **changed}, indent=2, ensure_ascii=False) + "\n"
-            (folder / name).write_text(text, encoding="utf-8")
-        else:
-            (folder / name).write_bytes(path.read_bytes())
+    missing = {name: token for name, token in ours.items() if token and name not in known}
+    if path.is_file() and not missing:
+        (folder / CONFIG).write_bytes(path.read_bytes())
+        return
+    text = json.dumps({**theirs, **missing}, indent=2, ensure_ascii=False) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")

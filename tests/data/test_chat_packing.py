@@ -60,8 +60,6 @@ def packed(config: DataConfig, epochs: int, split: str = "train") -> list[Sample
     usable = []
     for number, messages in enumerate(CONVERSATIONS):
         tokens, written = tokens_of(messages)
-        if config.long_conversations == "cut":
-            tokens, written = tokens[: T + 1], written[: T + 1]
         is_of_split = is_held_out(number, config.validation_fraction) == (split == "validation")
         if any(written[1:]) and len(tokens) <= T + 1 and is_of_split:
             usable.append((tokens, written))
@@ -101,12 +99,9 @@ def in_batches(rows: list[Sample]) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("long", ["drop", "cut"])
-def test_rows_are_those_of_a_plain_implementation(long, shuffle, split):
+def test_rows_are_those_of_a_plain_implementation(shuffle, split):
     fraction = 0.3 if split == "validation" else 0.0
-    config = dataclasses.replace(
-        CONFIG, long_conversations=long, shuffle=shuffle, validation_fraction=fraction
-    )
+    config = dataclasses.replace(CONFIG, shuffle=shuffle, validation_fraction=fraction)
     for each in {split, "train"}:
         expected, one = packed(config, 3, each), loader(config, split=each, **SIZES)
         assert one.samples_per_epoch == len(expected) // 3
@@ -115,10 +110,7 @@ def test_rows_are_those_of_a_plain_implementation(long, shuffle, split):
     if not fraction:
         num_long = sum(len(tokens_of(messages)[0]) > T + 1 for messages in CONVERSATIONS)
         assert num_long > 5
-        assert (
-            one.note
-            and f"{num_long} {'cut' if long == 'cut' else 'left out'}: longer than" in one.note
-        )
+        assert one.note and f"{num_long} left out: longer than" in one.note
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -177,10 +177,18 @@ def test_unusable_data(text, settings, says):
 @pytest.mark.parametrize(
     ("loads", "saved", "says"),
     [
-        ("local", "a file per row", r"data\.streaming is false"),
-        ("a file per row", "local", r"data\.streaming is true"),
-        ("mixture", "local", "is in one source, and data"),
-        ("local", "mixture", "is in a mixture, and data"),
+        (
+            "local",
+            "a file per row",
+            "is in a streamed dataset, and the job reads one source that is not",
+        ),
+        (
+            "a file per row",
+            "local",
+            "is in one source that is not streamed, and the job reads a streamed dataset",
+        ),
+        ("mixture", "local", "is in one source that is not streamed, and the job reads a mixture"),
+        ("local", "mixture", "is in a mixture, and the job reads one source"),
     ],
 )
 def test_positions_of_other_kinds_are_refused(loads, saved, says):

@@ -177,7 +177,9 @@ def test_options_that_the_harness_does_not_set_pass_and_gpus_can_be_asked_for_by
         "{reservation: night, mail-type: END, gres: 'nvme:1', wait-all-nodes: 1, "
         "time-min: 10, hold: true}"
     )
-    asked = dict(shape_of(job(f"cluster.sbatch={options}", "cluster.srun_args=['-v']")).options)
+    asked = dict(
+        shape_of(job(f"cluster.sbatch={options}", "cluster.srun_args=['--verbose']")).options
+    )
     assert asked["gres"] == "nvme:1" and asked["hold"] is True
     gres = ("cluster.gres=true", "cluster.gpu_type=a100", "cluster.gpu_bind=closest")
     made = job(*gres, "cluster.distribution=null")
