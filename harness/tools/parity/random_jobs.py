@@ -92,61 +92,61 @@ def _sample_fields(
     generator: random.Random, groups: list[str], degrees: dict[str, int]
 ) -> list[str]:
 
-    def chance(probability: float, *overrides: str) -> list[str]:
-        return list(overrides) if generator.random() < probability else []
-
-    def one(field: str, *values: object) -> list[str]:
-        return [
-            f"{field}={generator.choice(values)}".replace("True", "true").replace("False", "false")
-        ]
-
     sampled = [f"parallelism.{axis}={degree}" for axis, degree in degrees.items()]
-    sampled += one("training.seq_len", 32, 48, 60)
-    sampled += one("training.global_batch_size", 4, 8, 8)
-    sampled += one("training.local_batch_size", "null", "null", 1, 2, 4)
-    sampled += one("training.loss_chunks", 1, 1, 1, 3)
-    sampled += chance(0.3, "precision.param_dtype=bfloat16")
-    sampled += one("activation_checkpoint.mode", "none", "none", *MODES)
-    sampled += chance(0.1, "compile.enable=true", "compile.backend=aot_eager")
-    sampled += one("parallelism.reshard_after_forward", *RESHARD)
-    sampled += chance(0.2, "parallelism.cpu_offload=true")
+
+    def chance(probability: float, *overrides: str) -> None:
+        sampled.extend(overrides if generator.random() < probability else ())
+
+    def one(field: str, *values: object) -> None:
+        value = str(generator.choice(values))
+        sampled.append(f"{field}={value.lower() if value in ('True', 'False') else value}")
+
+    one("training.seq_len", 32, 48, 60)
+    one("training.global_batch_size", 4, 8, 8)
+    one("training.local_batch_size", "null", "null", 1, 2, 4)
+    one("training.loss_chunks", 1, 1, 1, 3)
+    chance(0.3, "precision.param_dtype=bfloat16")
+    one("activation_checkpoint.mode", "none", "none", *MODES)
+    chance(0.1, "compile.enable=true", "compile.backend=aot_eager")
+    one("parallelism.reshard_after_forward", *RESHARD)
+    chance(0.2, "parallelism.cpu_offload=true")
     if degrees["pp"] > 1:
-        sampled += one("parallelism.pp_schedule", *SCHEDULES)
-        sampled += one("parallelism.pp_microbatch_size", 1, 1, 2)
-        sampled += one("parallelism.pp_first_stage_less_layers", 0, 1)
+        one("parallelism.pp_schedule", *SCHEDULES)
+        one("parallelism.pp_microbatch_size", 1, 1, 2)
+        one("parallelism.pp_first_stage_less_layers", 0, 1)
     if degrees["cp"] > 1:
-        sampled += one("parallelism.cp_method", *CP_METHODS)
-        sampled += one("parallelism.cp_rotate_method", *CP_ROTATE_METHODS)
-        sampled += one("parallelism.cp_load_balance", True, True, False)
+        one("parallelism.cp_method", *CP_METHODS)
+        one("parallelism.cp_rotate_method", *CP_ROTATE_METHODS)
+        one("parallelism.cp_load_balance", True, True, False)
     if degrees["tp"] > 1:
-        sampled += one("parallelism.sequence_parallel", True, True, False)
-        sampled += one("parallelism.loss_parallel", True, True, False)
+        one("parallelism.sequence_parallel", True, True, False)
+        one("parallelism.loss_parallel", True, True, False)
     if "model=deepseek_v3_debug" in groups:
-        sampled += one("model.mtp.depth", 0, 1, 1)
+        one("model.mtp.depth", 0, 1, 1)
     if groups[0].removeprefix("model=") in MIXTURES:
-        sampled += one("parallelism.ep", 1, 2, 2, 4)
+        one("parallelism.ep", 1, 2, 2, 4)
         if degrees["tp"] > 1:
-            sampled += one("parallelism.expert_tensor_parallel", True, False)
-        sampled += chance(0.2, "model.moe.force_balance=true")
+            one("parallelism.expert_tensor_parallel", True, False)
+        chance(0.2, "model.moe.force_balance=true")
     else:
-        sampled += one("model.tied_embeddings", True, False, False)
+        one("model.tied_embeddings", True, False, False)
     if groups[1:]:
-        return sampled + one("data.attend_across_documents", True, False)
-    return (
-        sampled
-        + one("data", "synthetic", "synthetic_masked")
-        + one("model.vocab_size", 256, 256, 259)
-    )
+        one("data.attend_across_documents", True, False)
+    else:
+        one("data", "synthetic", "synthetic_masked")
+        one("model.vocab_size", 256, 256, 259)
+    return sampled
 
 
 def _sample_sizes(generator: random.Random) -> list[str]:
     sampled = []
-    if generator.random() < 0.2:
-        sampled.append(
-            f"schedule.batch_size=[{{until_step:1,sequences:{generator.choice((2, 4))}}}]"
-        )
-    if generator.random() < 0.2:
-        sampled.append(f"schedule.seq_len=[{{until_step:1,tokens:{generator.choice((12, 16))}}}]")
+    for name, unit, values in (
+        ("batch_size", "sequences", (2, 4)),
+        ("seq_len", "tokens", (12, 16)),
+    ):
+        if generator.random() < 0.2:
+            value = generator.choice(values)
+            sampled.append(f"schedule.{name}=[{{until_step:1,{unit}:{value}}}]")
     return sampled
 
 

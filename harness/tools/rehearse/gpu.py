@@ -6,8 +6,8 @@ import ctypes
 import os
 import sys
 import tempfile
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -28,25 +28,25 @@ _OWN = str(Path(__file__).parent)
 class Calls:
     """Calls of CUDA's libraries that were recorded."""
 
-    kernels: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str]
     """Launches by the kernel's name."""
-    products: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict)
+    products: dict[tuple[str, ...], tuple[int, float]]
     """Number and FLOPs of cuBLAS's by formats of both sides, batch, rows, inner length and
     columns."""
-    collectives: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    collectives: dict[tuple[str, ...], tuple[int, float]]
     """Number and input bytes, by kind and communicator."""
-    sends: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    sends: dict[tuple[str, ...], tuple[int, float]]
     """Number and bytes of single sends and receives (``send``, ``receive``), by kind and
     communicator."""
-    communicators: list[str] = field(default_factory=list)
+    communicators: list[str]
     """Communicators that were created."""
-    copies: dict[str, tuple[int, float]] = field(default_factory=dict)
+    copies: dict[str, tuple[int, float]]
     """Number and bytes by direction."""
-    replays: tuple[int, float] = (0, 0.0)
+    replays: tuple[int, float]
     """CUDA graphs that were launched, and the kernels and products in them."""
-    unknown: list[str] = field(default_factory=list)
+    unknown: list[str]
     """Functions that the library does not implement; the calls failed."""
-    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waits: Counter[tuple[str, str]]
     """Waits of the host for the device, by the call and the place in the code."""
 
 
@@ -100,31 +100,24 @@ class VirtualGpu:
 
 def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
     """Parse the output of ``virtual_gpu_write``."""
-    calls = Calls(waits=Counter(waits))
+    found: dict[str, dict[tuple[str, ...], tuple[int, float]]] = defaultdict(dict)
     for line in text.splitlines():
+        # Products have FLOPs, replays have launches, all else has bytes. Functions of several
+        # compiled graphs may have the same name.
         number, amount, kind, *words = line.split("\t")
-        count = int(number)
-        # Products have FLOPs, replays have launches, all else has bytes.
-        value = float(amount)
-        match kind:
-            case "kernel":
-                # Functions of several compiled graphs may have the same name.
-                calls.kernels[words[0]] += count
-            case "product":
-                calls.products[tuple(words)] = (count, value)
-            case "collective":
-                calls.collectives[words[0], words[1]] = (count, value)
-            case "point to point":
-                calls.sends[words[0], words[1]] = (count, value)
-            case "communicator":
-                calls.communicators.append(words[0])
-            case "copy":
-                calls.copies[words[0]] = (count, value)
-            case "replay":
-                calls.replays = (count, value)
-            case "unknown":
-                calls.unknown.append(words[0])
-    return calls
+        count, value = found[kind].get(tuple(words), (0, 0.0))
+        found[kind][tuple(words)] = (count + int(number), value + float(amount))
+    return Calls(
+        kernels=Counter({name: count for (name, *_), (count, _) in found["kernel"].items()}),
+        products=found["product"],
+        collectives=found["collective"],
+        sends=found["point to point"],
+        communicators=[name for name, *_ in found["communicator"]],
+        copies={how: value for (how, *_), value in found["copy"].items()},
+        replays=next(iter(found["replay"].values()), (0, 0.0)),
+        unknown=[name for name, *_ in found["unknown"]],
+        waits=Counter(waits),
+    )
 
 
 def _caller() -> FrameType | None:

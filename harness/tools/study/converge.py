@@ -25,9 +25,8 @@ from harness.tools.study.techniques import (
     Technique,
     compose_techniques,
 )
-from harness.util.document import Block, Document, Figure
+from harness.util.document import Document
 from harness.util.errors import EXIT_OK, STOPPED, UserError
-from harness.util.plots import COLORS, draw_band, new_panels, save, smoothed
 from harness.util.tables import Column, Table, to_text
 from harness.util.words import plural
 
@@ -61,9 +60,6 @@ COLUMNS = (
 )
 SHORT = tuple(each for each in COLUMNS if not each.key.endswith(("interval", "overrides")))
 """Columns of the table on the terminal."""
-DIFFERENCES = "differences.png"
-_PANELS = 4
-"""In a line of the picture."""
 
 
 def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
@@ -82,22 +78,11 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
             "no run of the control has ended; the same command again compares the curves\n"
         )
         return Result({"rows": [], "summary": [], "report": None}, code=code)
-    rows = []
-    judged = []
-    for technique in techniques:
-        row, curves = compare(technique, control, config)
-        rows.append(row)
-        if curves.losses and technique.name != CONTROL:
-            judged.append((row, curves))
+    rows = [compare(technique, control, config) for technique in techniques]
     out = Path(config.out or Path(job.runs_dir) / job.name / "converge")
     command = shlex.join(["harness", "converge", *overrides])
-    blocks: list[Block] = [Table(COLUMNS, rows, "Verdicts", [*_method(config), f"`{command}`"])]
-    if judged:
-        draw_differences(out / DIFFERENCES, control, judged, config)
-        text = "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
-        text += "bound of the final loss. The losses themselves: `harness report` of the folder of the runs."
-        blocks += ["## Paired differences", text, Figure(DIFFERENCES, "Paired differences")]
-    made = Document(job.name, summary_of(rows, config.seeds), blocks, rows)
+    table = Table(COLUMNS, rows, "Verdicts", [*_method(config), f"`{command}`"])
+    made = Document(job.name, summary_of(rows, config.seeds), [table], rows)
     files = made.write(out, "tables.md", "table.csv", "index.html")
     lines = "".join(f"{line}\n" for line in (*made.summary, files[0]))
     words = {row["verdict"] for row in rows} - {SKIPPED}
@@ -154,12 +139,11 @@ def read_curves(technique: Technique, control: Curves | None = None) -> tuple[Cu
     return found, {"verdict": verdict, "reason": reason}
 
 
-def compare(technique: Technique, control: Curves, config: ConvergeConfig) -> tuple[Row, Curves]:
-    """Return the row of a technique with its verdict, and its curves."""
+def compare(technique: Technique, control: Curves, config: ConvergeConfig) -> Row:
+    """Return the row of a technique with its verdict."""
     row: Row = {"technique": technique.name, "overrides": technique.overrides}
     if technique.skipped:
-        skipped = {"verdict": SKIPPED, "reason": technique.skipped}
-        return row | skipped, Curves(control.steps)
+        return row | {"verdict": SKIPPED, "reason": technique.skipped}
     is_control = technique.name == CONTROL
     curves, missing = read_curves(technique, None if is_control else control)
     finals = final_losses(curves, config.smooth_steps).values()
@@ -180,7 +164,7 @@ def compare(technique: Technique, control: Curves, config: ConvergeConfig) -> tu
             estimates, config.bound, has_same_numerics=technique.has_same_numerics
         )
     # A technique with a run that failed or is missing has no other verdict.
-    return row | missing, curves
+    return row | missing
 
 
 def summary_of(rows: Sequence[Row], seeds: Sequence[int]) -> list[str]:
@@ -209,37 +193,6 @@ def _method(config: ConvergeConfig) -> list[str]:
         "interval is beyond it as a whole. Different: the same, where the technique claims the control's "
         "numerics. Otherwise undecided: needs more seeds.",
     ]
-
-
-def draw_differences(
-    path: Path, control: Curves, judged: Sequence[tuple[Row, Curves]], config: ConvergeConfig
-) -> None:
-    """Plot the relative difference from the control, paired by seed: mean and range of seeds."""
-    lines = -(-len(judged) // _PANELS)
-    figure, panels = new_panels(
-        lines, _PANELS, 2.7 * _PANELS, 1.5 * lines + 0.4, sharex=True, sharey=True
-    )
-    bound = 100 * config.bound
-    for axis, (row, curves) in zip(panels.flat, judged, strict=False):
-        percent = []
-        for seed, losses in curves.losses.items():
-            difference = 100 * (losses / control.losses[seed] - 1)
-            percent.append(smoothed(difference.tolist(), config.smooth_steps))
-        lines_of_seeds = (
-            np.mean(percent, axis=0),
-            np.min(percent, axis=0),
-            np.max(percent, axis=0),
-        )
-        color = COLORS["predicted"] if row["verdict"] == EQUAL else COLORS["measured"]
-        axis.axhspan(-bound, bound, color="#eeeeee", linewidth=0)
-        draw_band(axis, control.steps, lines_of_seeds, color, linewidth=1)
-        axis.axhline(0, color="black", linewidth=0.5)
-        axis.set_title(f"{row['technique']}: {row['verdict']}", fontsize=8)
-    for axis in panels.flat[len(judged) :]:
-        axis.set_visible(False)
-    figure.supxlabel("step", fontsize=8)
-    figure.supylabel("difference from the control, %", fontsize=8)
-    save(figure, path)
 
 
 VERB = Verb("converge", converge, help=HELP, job=ConvergeJob, has_json=True, is_alone=True)
