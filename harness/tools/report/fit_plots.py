@@ -26,24 +26,22 @@ def draw_law(
     forecasts: Sequence[dict[str, Any]],
     loss: str,
 ) -> str:
-    """Draw losses over compute, or over the losses of a law of two variables; return the file's name."""
+    """Draw measured, fitted and predicted losses over compute; return the file's name."""
     import numpy as np
 
     figure, [[axis]] = new_panels(1, 1, 7.6, 5.0)
-    by_compute = law.law is COMPUTE
-    fitted = [run["C" if by_compute else "fitted"] for run in runs]
-    others = [run["C" if by_compute else "predicted"] for run in forecasts]
-    if by_compute:
-        grid = np.geomspace(0.7 * min(fitted + others), 1.5 * max(fitted + others), _POINTS)
+    flops, others = ([run["C"] for run in each] for each in (runs, forecasts))
+    if law.law is COMPUTE:
+        grid = np.geomspace(0.7 * min(flops + others), 1.5 * max(flops + others), _POINTS)
         curve = law.predict([[each] for each in grid])
         lines = [[getattr(each, name) for each in curve] for name in ("value", "low", "high")]
         words = f"fit, with its {LEVEL:.0%} interval"
         draw_band(axis, grid, lines, COLORS["predicted"], label=words)
     else:
-        ends = [min(fitted), max(fitted)]
-        axis.plot(ends, ends, color="#bbbbbb", linewidth=1, label="fitted = measured")
+        fitted = [run["fitted"] for run in runs]
+        axis.scatter(flops, fitted, color=COLORS["predicted"], marker="_", s=90, label="fit")
     losses = [run["loss"] for run in runs]
-    axis.scatter(fitted, losses, color=COLORS["measured"], s=24, zorder=3, label="fitted runs")
+    axis.scatter(flops, losses, color=COLORS["measured"], s=24, zorder=3, label="fitted runs")
     for place, run in zip(others, forecasts, strict=True):
         axis.plot([place] * 2, [run["low"], run["high"]], color=_HELD_OUT, linewidth=4, alpha=0.4)
     if forecasts:
@@ -55,10 +53,8 @@ def draw_law(
             others, held, marker="D", s=30, facecolors="none", edgecolors=_INK, zorder=4,
             label="measured, not fitted",
         )  # fmt: skip
-    words = "C, FLOPs" if by_compute else "loss of the fit"
-    axis.set(xscale="log", yscale="log", xlabel=words, ylabel=loss.replace("_", " "))
-    for side in [axis.yaxis] if by_compute else [axis.yaxis, axis.xaxis]:
-        name_ticks(side, lambda value: f"{value:.3g}")
+    axis.set(xscale="log", yscale="log", xlabel="C, FLOPs", ylabel=loss.replace("_", " "))
+    name_ticks(axis.yaxis, lambda value: f"{value:.3g}")
     axis.legend(frameon=False, fontsize=8)
     save(figure, path, f"{title}: {law.law.formula}")
     return path.name

@@ -18,7 +18,7 @@ from harness.tools.report.predictions import MEMORY, RATE, errors_in_words
 from harness.tools.report.rounds import tables_of_rounds
 from harness.util.document import Block, Document, Figure
 from harness.util.tables import Column, Table
-from harness.util.words import NOT_MEASURED, plural, shortened
+from harness.util.words import plural, shortened
 
 # Characters of a list of fields.
 LONGEST_LIST = 110
@@ -42,11 +42,10 @@ _OF_RUNS = (
     Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
     Column(f"torchtitan.{RATE}", "torchtitan, tokens/s/rank", ",.1f"),
     Column("loss", "loss", ".4f"),
-    Column("state", "state"),
 )
-_FAILURES = (
-    Column("point", "run"),
+_STATES = (
     Column("state", "state"),
+    Column("slow", "slow ranks"),
     Column("kind", "class"),
     Column("reason", "reason"),
 )
@@ -83,12 +82,15 @@ def report_runs(
     blocks += [*tables_of_rounds(rows), *_runs(title, rows, folder)]
     if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
         blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
-    blocks += tables_beside(rows)
     return Document(title, summary + constants_in_words(calibration), blocks, rows)
 
 
 def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
-    """Return the table of runs, the fastest first and marked, and its picture."""
+    """Return the table of runs, the fastest first and marked, and its picture.
+
+    The last rows are points of the space that are not valid jobs, with the rule that they violate.
+    """
+    skipped = [row for row in rows if row["state"] == "skipped"]
     ordered = fastest_first(row for row in rows if row["state"] != "skipped")
     notes = []
     jobs = [job for job in map(job_of, ordered) if job is not None]
@@ -100,32 +102,14 @@ def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
         notes.append(f"{THROUGHPUT}. {SPREAD}")
     names = [row["point"] for row in ordered]
     best = names[0] if names and f"measured.{RATE}" in ordered[0] else None
-    blocks: list[Block] = [Table(_OF_RUNS, ordered, "Runs", notes, best)]
+    evaluated = [
+        Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in evaluated_columns(rows)
+    ]
+    columns = (*_OF_RUNS, *evaluated, *_STATES)
+    blocks: list[Block] = [Table(columns, [*ordered, *skipped], "Runs", notes, best)]
     if plots.bars(folder / "runs.png", f"{title}: throughput and memory", names, ordered):
         blocks.append(Figure("runs.png", "Runs"))
     return blocks
-
-
-def tables_beside(rows: Sequence[Row]) -> list[Table]:
-    """Return tables of evaluations, slow ranks, runs that did not complete, and points that are no jobs."""
-    names = evaluated_columns(rows)
-    evaluated = [row for row in rows if not row.keys().isdisjoint(names)]
-    columns = [
-        _OF_RUNS[0],
-        *(Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in names),
-    ]
-    slow = [row for row in rows if row.get("slow")]
-    unfinished = [row for row in rows if row["state"] not in ("completed", "skipped", NOT_MEASURED)]
-    skipped = [row for row in rows if row["state"] == "skipped"]
-    rules = (Column("point", "point"), Column("reason", "rule"))
-    text = "Points of the space that are not valid jobs, and the rule that they violate."
-    tables = (
-        Table(columns, evaluated, "Evaluations"),
-        Table((_OF_RUNS[0], Column("slow", "slow ranks")), slow, "Slow ranks"),
-        Table(_FAILURES, unfinished, "Not completed"),
-        Table(rules, skipped, "Not possible", [text]),
-    )
-    return [each for each in tables if each.rows]
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
