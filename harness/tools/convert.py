@@ -155,20 +155,20 @@ def _convert(
         _print(f"note: {note}")
     # cast rounds float32 values once.
     source = open_source(found, model, "float32" if config.dtype else "bfloat16")
-    not_finite: list[str] = []
-
-    def look(name: str, tensor: Tensor) -> None:
-        if not is_finite(tensor):
-            not_finite.append(name)
-
-    source = watched(source, look)
     source = cast(source, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
+    not_finite: list[str] = []
     with (
         atomic_target(target, nbytes) as temporary,
         progress(len(source.tensors), seconds=5.0) as show,
     ):
-        shown = watched(source, lambda name, _: show(name))
+
+        def look(name: str, tensor: Tensor) -> None:
+            show(name)
+            if not is_finite(tensor):
+                not_finite.append(name)
+
+        shown = watched(source, look)
         remark = ""  # what a user has to know of the written weights
         if config.format == "hf":
             from harness.weights.generation import Origin

@@ -42,7 +42,6 @@ WARN = "warn"
 FAIL = "fail"
 HEADINGS = ("what", "found", "verdict", "what to do")
 GIB = 2**30
-SECONDS = 20
 HUB_SECONDS = 3
 REDUCED_BYTES = GIB
 REDUCED_TIMES = 20
@@ -279,19 +278,6 @@ def _compiler(machine: Machine) -> Finding:
     return Finding(f"torch compiles by {'Triton and ' if machine.gpus else ''}{tool}")
 
 
-def _slurm(machine: Machine) -> Finding:
-    """Its partitions, nodes and their GPUs."""
-    if shutil.which("sinfo") is None:
-        return Finding("none")
-    command = ["sinfo", "-h", "-o", "%P %D x %G"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        answer = ""
-    partitions = "; ".join(answer.splitlines())
-    return judged(partitions[:LONGEST_VALUE] or "no answer", partitions, "nothing, to train here")
-
-
 def _hub(machine: Machine) -> Finding:
     """Whether it answers."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
@@ -337,7 +323,6 @@ CHECKS = {
     "links": _links,
     "attention": _attention,
     "compiler": _compiler,
-    "SLURM": _slurm,
     "hub": _hub,
     "free space": _space,
 }

@@ -7,18 +7,16 @@ parallel, goes on where it was interrupted, and keeps the commit and checksum of
 
 from __future__ import annotations
 
-import errno
+import fnmatch
 import glob
 import hashlib
 import os
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +27,6 @@ from harness.config.job import from_dict
 from harness.config.model import ModelConfig
 from harness.config.texts import validate_texts
 from harness.util.errors import (
-    DISK_FULL,
     EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigError,
@@ -126,15 +123,13 @@ def choose(job: DownloadJob, names: list[str]) -> list[str]:
     """Select the files to download among those of the repository."""
     by_kind = {kind: _of_kind(kind, names) for kind in PATTERNS}
     chosen: list[str] = []
-    for kind in PATTERNS:
-        if kind not in job.kinds:
-            continue
+    for kind, found in by_kind.items():
         # A model of one file needs no index.
-        if not by_kind[kind] and not (kind == "index" and by_kind["weights"]):
+        if kind in job.kinds and not found and not (kind == "index" and by_kind["weights"]):
             there = [other for other in PATTERNS if by_kind[other]]
             works = f"what=[{','.join(there)}]" if there else "a repository with safetensors"
             raise UserError(f"what={kind}: {job.repo} has no such files; would work: {works}")
-        chosen += by_kind[kind]
+        chosen += found if kind in job.kinds else []
     if "tokenizer" in job.kinds and CONFIG in names and CONFIG not in chosen:
         # transformers finds the tokenizer's class in config.json, and we find the family.
         chosen.append(CONFIG)
@@ -142,16 +137,13 @@ def choose(job: DownloadJob, names: list[str]) -> list[str]:
 
 
 def _of_kind(kind: str, names: list[str]) -> list[str]:
-    found = []
+    found: list[str] = []
     for pattern in PATTERNS[kind]:
-        # A pattern without a folder matches top-level files only.
-        found += [
-            name
-            for name in names
-            if name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
-        ]
         if found and kind == "weights":
             break
+        # A pattern without a folder matches top-level files only.
+        level = [name for name in names if name.count("/") == pattern.count("/")]
+        found += fnmatch.filter(level, pattern)
     return found
 
 
@@ -170,7 +162,7 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
         commit = cast(str, info.sha)
         files = {file.rfilename: file for file in info.siblings or []}
         names = choose(job, list(files))
-        _check_folder(folder, {name: files[name] for name in names})
+        _refuse_to_overwrite(folder, {name: files[name] for name in names})
         patterns = [glob.escape(name) for name in names]
         snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns)
         for name in names:
@@ -184,27 +176,21 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     return EXIT_OK
 
 
-def _check_folder(folder: Path, files: dict[str, Any]) -> None:
-    """Refuse to overwrite files that are not the hub's, and a disk without room for the missing ones."""
+def _refuse_to_overwrite(folder: Path, files: dict[str, Any]) -> None:
+    """Refuse to overwrite files that are not the hub's."""
     # Private in huggingface_hub 0.34 to 2.4. None: the client did not write the file, or it changed
     # since.
     from huggingface_hub._local_folder import read_download_metadata
 
     folder.mkdir(parents=True, exist_ok=True)
-    needed = 0
     for name, file in files.items():
         path = folder / name
-        if not path.exists():
-            needed += file.size or 0
-        elif read_download_metadata(folder, name) is None and not _is_equal(path, file):
+        is_the_hubs = not path.exists() or read_download_metadata(folder, name) is not None
+        if not is_the_hubs and not _is_equal(path, file):
             works = "another folder in to=, or removing the file"
             raise UserError(
                 f"{path}: already exists and differs from the hub's; would work: {works}"
             )
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        rule = f"needs {needed / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
-        raise MachineError(f"{folder}: {rule}")
 
 
 def _is_equal(path: Path, file: Any) -> bool:
@@ -229,15 +215,14 @@ def _hub_errors(job: DownloadJob) -> Iterator[None]:
         yield
     except errors.HFValidationError as error:
         raise ConfigError("repo", job.repo, "not a valid name", "owner/name") from error
+    except errors.RevisionNotFoundError as error:
+        rule = f"{job.repo} has no such branch, tag or commit"
+        works = f"one of {hub}/{job.repo}/commits"
+        raise ConfigError("revision", job.revision, rule, works) from error
     except errors.OfflineModeIsEnabled as error:
         works = "HF_HUB_OFFLINE=0, or copying the files from a machine with access"
         raise UserError(
             f"HF_HUB_OFFLINE=1 forbids access to the hub; would work: {works}"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        rule = f"{job.repo} has no such branch, tag or commit"
-        raise ConfigError(
-            "revision", job.revision, rule, f"one of {hub}/{job.repo}/commits"
         ) from error
     except (http_error, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -247,13 +232,11 @@ def _hub_errors(job: DownloadJob) -> Iterator[None]:
             login = f"a token of {hub}/settings/tokens in HF_TOKEN, or hf auth login"
             works = f"a name from {hub}/models; for a gated one, access from {hub}/{job.repo}, and {login}"
             raise ConfigError("repo", job.repo, f"the hub says: {said}", works) from error
-        # Errors of hf_xet have no number.
-        if os.strerror(errno.ENOSPC) in reason or getattr(error, "errno", None) in DISK_FULL:
-            rule = f"the disk is full, or a quota is; with more space {_AGAIN}"
-            raise MachineError(f"{job.folder}: {rule}") from error
         if getattr(error, "filename", None):
             raise  # an error of a file
-        raise MachineError(f"{hub}: {reason}; once there is a connection {_AGAIN}") from error
+        raise MachineError(
+            f"{hub}: {reason}; once there is a connection and space {_AGAIN}"
+        ) from error
 
 
 def next_commands(job: DownloadJob) -> list[str]:

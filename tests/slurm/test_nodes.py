@@ -118,4 +118,3 @@ def test_the_doctor_looks_at_a_node(slurm, survivor, tmp_path):
     said = Commands(slurm, tmp_path).run("doctor", *node)
     found = {line.split()[0]: line for line in said.splitlines()}
     assert re.search(r"node\d: \d+ cores", found["machine"]), said
-    assert "4 x" in found["SLURM"], said

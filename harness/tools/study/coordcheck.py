@@ -235,6 +235,7 @@ def draw(
     for kind, column in zip(kinds, panels.T, strict=True):
         of_kind = [each for each in found if each.kind == kind]
         passed = all(each.word == STEADY for each in of_kind)
+        of_title = "black" if passed else COLORS["measured"]
         worst = {
             "rms": max(each.slope for each in of_kind),
             "change": max((each.change_slope for each in of_kind), key=abs),
@@ -243,10 +244,9 @@ def draw(
             lines = defaultdict(list)
             for each in activations:
                 if each.kind == kind and (each.step or name == "rms"):
-                    lines[each.module, each.step].append((each.width, getattr(each, name)))
-            for (_, step), points in lines.items():
-                color = colors(step / max(1, last))
-                axis.plot(*zip(*sorted(points), strict=True), color=color, linewidth=0.8)
+                    lines[each.module, each.step].append(getattr(each, name))
+            for (_, step), values in lines.items():
+                axis.plot(widths, values, color=colors(step / max(1, last)), linewidth=0.8)
             axis.set(xscale="log", yscale="log", xlabel="width", ylabel=words)
             axis.set_xticks(widths, map(str, widths))
             axis.minorticks_off()
@@ -255,11 +255,8 @@ def draw(
             low, high = axis.get_ylim()
             middle = (low * high) ** 0.5
             axis.set_ylim(min(low, middle / 3), max(high, middle * 3))
-            of_title = "black" if passed else COLORS["measured"]
             axis.set_title(f"{kind}\nexponent {worst[name]:+.2f}", fontsize=8, color=of_title)
     steady = sum(each.word == STEADY for each in found)
-    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, last), colors)
-    figure.colorbar(scale, ax=panels, label="step", ticks=range(last + 1), shrink=0.6, pad=0.01)
     save(figure, path, f"{title}: {steady} of {len(found)} modules steady (bound {bound:g})")
 
 
