@@ -83,7 +83,6 @@ def quantize_fp8(
     folder: Path,
     block: tuple[int, int],
     quantization: Any = None,
-    suffix: str = "_scale_inv",
     stored_as: Callable[[Tensor], Tensor] = Tensor.float,
 ) -> dict[str, Tensor]:
     """Quantize the linears in a folder; return all tensors as they must be read, in float32.
@@ -92,7 +91,6 @@ def quantize_fp8(
         folder: the folder.
         block: rows and columns that share a scale.
         quantization: quantization_config; DeepSeek's by default.
-        suffix: suffix of the name of a weight's scales.
         stored_as: changes the scales before they are stored.
     """
     stored, expected = {}, {}
@@ -100,9 +98,9 @@ def quantize_fp8(
         stored[name], expected[name] = tensor, tensor.float()
         if LINEARS.fullmatch(name):
             stored[name], scales = to_fp8(tensor.float(), block)
-            stored[name + suffix] = stored_as(scales)
+            stored[f"{name}_scale_inv"] = stored_as(scales)
             expected[name] = stored[name].float() * spread(
-                stored[name + suffix], tensor.shape, block
+                stored[f"{name}_scale_inv"], tensor.shape, block
             )
     default = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     rewrite(folder, stored, quantization or {**default, "weight_block_size": list(block)})

@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 import re
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from harness.checkpoint.catalog import CHECKSUM, METADATA, DamagedCheckpoint
-
-T = TypeVar("T")
+from harness.util.files import is_file_name
 
 
 def parse_metadata(content: bytes) -> Metadata:
@@ -127,12 +126,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(record: Any) -> Metadata:
+    """Make torch's objects of the records; what is missing or of another type raises an exception."""
     fields = _fields(record, "Metadata")
-    entries = _checked(fields["state_dict_metadata"], dict, "state_dict_metadata")
-    places = _checked(fields["storage_data"], dict, "storage_data")
     return Metadata(
-        {_checked(name, str, "a name"): _entry(name, value) for name, value in entries.items()},
-        storage_data={_index(key): _place(value) for key, value in places.items()},
+        {str(name): _entry(name, value) for name, value in fields["state_dict_metadata"].items()},
+        storage_data={_index(key): _place(value) for key, value in fields["storage_data"].items()},
     )
 
 
@@ -140,63 +138,44 @@ def _entry(name: str, record: Any) -> STORAGE_TYPES:
     if isinstance(record, _RECORDS["BytesStorageMetadata"]):
         return BytesStorageMetadata()
     fields = _fields(record, "TensorStorageMetadata")
-    properties = _checked(fields["properties"], _RECORDS["TensorProperties"], "properties").state
-    # A tuple of torch's: dtype, layout, requires_grad, memory format, pinned.
-    dtype = _checked(_checked(properties, tuple, "properties")[0], torch.dtype, "dtype")
+    # The state of properties is a tuple of torch's: dtype, layout, requires_grad, ...
+    dtype, *_ = fields["properties"].state
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has no dtype")
     size = _size(fields["size"])
-    chunks = []
-    for chunk in _checked(fields["chunks"], list, "chunks"):
-        part = _fields(chunk, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])))
+    parts = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-        _refuse(f"the chunks of {name} do not add up to the tensor")
+        raise ValueError(f"the chunks of {name} do not add up to the tensor")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
 def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     offset = fields.get("offset")
-    return MetadataIndex(
-        _checked(fields["fqn"], str, "fqn"),
-        None if offset is None else _size(offset),
-        fields.get("index"),
-    )
+    offset = None if offset is None else _size(offset)
+    return MetadataIndex(str(fields["fqn"]), offset, fields.get("index"))
 
 
 def _place(record: Any) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
-    file = _checked(fields["relative_path"], str, "relative_path")
-    if "/" in file or "\0" in file or file in ("", ".", ".."):
-        _refuse(f"{file!r} is not a file in the checkpoint's folder")
-    place = _StorageInfo(file, _count(fields["offset"]), _count(fields["length"]))
+    file = fields["relative_path"]
+    if not is_file_name(file):
+        raise ValueError(f"{file!r} is not a file in the checkpoint's folder")
+    place = _StorageInfo(file, *_size((fields["offset"], fields["length"])))
     if CHECKSUM in fields:
-        setattr(place, CHECKSUM, _checked(fields[CHECKSUM], str, CHECKSUM))
+        setattr(place, CHECKSUM, fields[CHECKSUM])
     return place
 
 
-def _size(value: Any) -> torch.Size:
-    if any(length < 0 for length in _checked(value, torch.Size, "a size")):
-        _refuse(f"a size is negative: {list(value)}")
-    return value
-
-
-def _count(value: Any) -> int:
-    return value if _checked(value, int, "a position") >= 0 else _refuse("a position is negative")
+def _size(lengths: Any) -> torch.Size:
+    size = torch.Size(lengths)
+    if min(size, default=0) < 0:
+        raise ValueError(f"a size or position is negative: {list(size)}")
+    return size
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
-    return _checked(
-        _checked(record, _RECORDS[kind], "an object").state, dict, "the state of an object"
-    )
-
-
-def _checked(value: Any, kind: type[T], what: str) -> T:
-    return (
-        value
-        if isinstance(value, kind)
-        else _refuse(f"{what} is {type(value).__name__.strip('_')}")
-    )
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise DamagedCheckpoint(f"{METADATA} is damaged: {reason}")
+    if not isinstance(record, _RECORDS[kind]):
+        raise ValueError(f"{type(record).__name__.strip('_')} is in the place of {kind}")
+    return dict(record.state)

@@ -25,7 +25,6 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -405,15 +404,18 @@ class CorpusWriter(ShardWriter):
         (folder / META).write_text(json.dumps(meta))
 
     def _manifest(self) -> Manifest:
-        folders = [self.folder(shard) for shard in range(len(self.shards))]
-        counts = []
-        for meta in map(read_meta, folders):
+        shards = []
+        total = Counts(dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0))
+        for number in range(len(self.shards)):
+            folder = self.folder(number)
+            meta = read_meta(folder)
             documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
-            counts.append(Counts({split: meta["tokens"][split] for split in SPLITS}, documents))
-        total = Counts(
-            _sum([shard.tokens for shard in counts]),
-            _sum([shard.documents for shard in counts]),
-        )
+            held = Counts({split: meta["tokens"][split] for split in SPLITS}, documents)
+            checksum = xxhash.xxh3_64_hexdigest((folder / META).read_bytes())
+            shards.append(Shard(folder.name, held, checksum))
+            for split in SPLITS:
+                total.tokens[split] += held.tokens[split]
+                total.documents[split] += held.documents[split]
         if not any(total.tokens.values()):
             raise DataError(f"{self._source.name} {self._source.without_tokens}")
         sizes: Counter[str] = Counter()
@@ -439,17 +441,9 @@ class CorpusWriter(ShardWriter):
             },
             held_out=self.held_out,
             counts=total,
-            shards=[
-                Shard(folder.name, held, xxhash.xxh3_64_hexdigest((folder / META).read_bytes()))
-                for folder, held in zip(folders, counts, strict=True)
-            ],
+            shards=shards,
             key=self.key,
         )
-
-
-def _sum(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Return the sum of the shards' counts, by split."""
-    return {split: sum(map(itemgetter(split), counts)) for split in SPLITS}
 
 
 class _Writer:

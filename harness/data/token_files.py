@@ -79,8 +79,6 @@ def open_token_files(reading: Reading) -> Tokens:
         [_section(part, split, data.validation_fraction, limit) for part in parts], name
     )
     if is_builder:
-        if foreign and not isinstance(tokenizer, NoTokenizer):
-            _warn_of_other_tokenizer(files, foreign, tokenizer)
         # The beginnings of some files; all other ids are checked when they are read.
         step = max(1, len(tokens.begins) // _SCANNED_FILES)
         for begin in tokens.begins[::step].tolist():
@@ -138,17 +136,6 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
             f"data.{field} has files of several formats: {listed}; would work: data.format, one of them"
         )
     return files, next(iter(formats))
-
-
-def _warn_of_other_tokenizer(files: list[Path], format: TokenFormat, tokenizer: Tokenizer) -> None:
-    path = str(tokenizer.config.path if tokenizer.config else None)
-    for file in files:
-        name = format.tokenizer_of(file)
-        if name is not None and name.lower() not in path.lower():
-            sys.stderr.write(
-                f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {path}\n"
-            )
-            return
 
 
 def _files_of(path: Path, format: str) -> list[Path]:

@@ -116,14 +116,12 @@ class HuggingFaceSource:
                 continue
             if torch.equal(values, self._stored.read_slice(copy, part).to(values)):
                 continue
+            works = "model.mtp.depth=0"
             if copy == HF_HEAD:
-                raise UserError(
-                    f"{self._folder}: the output projection {copy} differs from the embedding table, and "
-                    f"{CONFIG} has tie_word_embeddings true; would work: tie_word_embeddings false there"
-                )
+                works = f"tie_word_embeddings false in {CONFIG}"
             raise UserError(
-                f"{self._folder}: {copy} differs from {self._pieces[name][0].theirs}, and multi-token "
-                "prediction must share that table; would work: model.mtp.depth=0"
+                f"{self._folder}: {copy} differs from {self._pieces[name][0].theirs}, and the model has one "
+                f"tensor for both; would work: {works}"
             )
 
 

@@ -1,8 +1,7 @@
 """Quantized weights in safetensors: which methods are read, and which tensors make a weight (no torch).
 
-FP8: ``NAME`` has float8_e4m3fn values [O, I], and ``NAME_scale_inv`` or ``NAME_scale`` the factors
-of its blocks; blocks at the edges may be partial. As in DeepSeek's inference/kernel.py
-(``weight_dequant``) and transformers' integrations/fbgemm_fp8.py.
+FP8: ``NAME`` has float8_e4m3fn values [O, I], and ``NAME_scale_inv`` the factors of its blocks; blocks at
+the edges may be partial. As in DeepSeek's inference/kernel.py (``weight_dequant``).
 MXFP4: ``NAME_blocks`` [E, O, I/32, 16] has two e2m1 values a byte, and ``NAME_scales`` [E, O, I/32]
 the exponents of 32 values each, for a weight [E, I, O]. As in transformers' integrations/mxfp4.py.
 """
@@ -22,6 +21,7 @@ GROUP = 32
 """Values of MXFP4 that share a scale."""
 
 _FP8 = "F8_E4M3"
+_FP8_SCALES = "_scale_inv"
 _SCALES_OF_FP8 = ("F32", "F16", "BF16", "F8_E8M0")
 _ACTIVATION_SCALES = (
     "activation_scale",
@@ -33,9 +33,6 @@ _SCALES = "_scales"
 
 Stored = Mapping[str, tuple[Shape, str]]
 """Shape and safetensors' dtype of tensors by name."""
-
-Block = tuple[int | None, int | None]
-"""Rows and columns that share a scale; None: all of them."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +87,17 @@ def _refusal(field: str, value: object, works: str) -> UserError:
 
 def _fp8(found: Mapping[str, Any]) -> Find:
     size = found.get("weight_block_size", [128, 128])
-    if size is None:
-        return partial(_fp8_tensors, "_scale_inv", (None, None))
     if (
         not isinstance(size, list)
         or len(size) != 2
         or not all(type(n) is int and n > 0 for n in size)
     ):
-        raise _refusal("weight_block_size", size, "[128, 128]")
-    return partial(_fp8_tensors, "_scale_inv", tuple(size))
+        raise _refusal("weight_block_size", size, "[128, 128], or the same weights in bfloat16")
+    return partial(_fp8_tensors, (size[0], size[1]))
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Find]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": lambda _: partial(_fp8_tensors, "_scale", (1, None)),
     "mxfp4": lambda _: _mxfp4_tensors,
 }
 
@@ -111,11 +105,11 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Find]] = {
 # -- tensors ----
 
 
-def _fp8_tensors(suffix: str, block: Block, stored: Stored) -> dict[str, QuantizedTensor]:
+def _fp8_tensors(block: tuple[int, int], stored: Stored) -> dict[str, QuantizedTensor]:
     found = {}
     for name, (shape, dtype) in stored.items():
-        if name.endswith(f".weight{suffix}"):
-            weight = name.removesuffix(suffix)
+        if name.endswith(f".weight{_FP8_SCALES}"):
+            weight = name.removesuffix(_FP8_SCALES)
             if stored.get(weight, (shape, ""))[1] != _FP8:
                 has = f"is {stored[weight][1]}" if weight in stored else "is missing"
                 raise UserError(f"{name} has scales of {weight}, which {has}")
@@ -125,24 +119,18 @@ def _fp8_tensors(suffix: str, block: Block, stored: Stored) -> dict[str, Quantiz
             raise UserError(
                 f"{name} has {_FP8} values and is {list(shape)}, only matrices are read"
             )
-        if name + suffix not in stored:
-            raise UserError(f"{name} has {_FP8} values, and its scales {name}{suffix} are missing")
-        sizes = block[0] or shape[0], block[1] or shape[1]
-        scales, scale_dtype = stored[name + suffix]
-        grid = tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
-        if _long(scales) != _long(grid):  # dimensions of one may not be stored
-            rule = f"one for each {sizes[0]} x {sizes[1]} of the {shape[0]} x {shape[1]} values"
-            raise UserError(f"{name}{suffix} is {list(scales)} and not {list(grid)}, {rule}")
+        beside = name + _FP8_SCALES
+        if beside not in stored:
+            raise UserError(f"{name} has {_FP8} values, and its scales {beside} are missing")
+        scales, scale_dtype = stored[beside]
+        grid = tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
+        if scales != grid:
+            rule = f"one for each {block[0]} x {block[1]} of the {shape[0]} x {shape[1]} values"
+            raise UserError(f"{beside} is {list(scales)} and not {list(grid)}, {rule}")
         if scale_dtype not in _SCALES_OF_FP8:
-            raise UserError(
-                f"{name}{suffix} is {scale_dtype}; would work: {', '.join(_SCALES_OF_FP8)}"
-            )
-        found[name] = QuantizedTensor(name, name + suffix, shape, sizes)
+            raise UserError(f"{beside} is {scale_dtype}; would work: {', '.join(_SCALES_OF_FP8)}")
+        found[name] = QuantizedTensor(name, beside, shape, block)
     return found
-
-
-def _long(shape: Shape) -> list[int]:
-    return [each for each in shape if each > 1]
 
 
 def _mxfp4_tensors(stored: Stored) -> dict[str, QuantizedTensor]:

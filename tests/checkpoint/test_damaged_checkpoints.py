@@ -229,10 +229,10 @@ def stored_at(*place: Any) -> theirs.Metadata:
 @pytest.mark.parametrize(
     ("damaged", "says"),
     [
-        ([], "an object is list"),
-        (metadata(storage_data={"w": 1}), "an object is str"),
+        ([], "list is in the place of Metadata"),
+        (metadata(storage_data={"w": 1}), "str is in the place of MetadataIndex"),
         (stored_at("../../other", 0, 1), "'../../other' is not a file in the"),
-        (stored_at("a", -1, 1), "a position is negative"),
+        (stored_at("a", -1, 1), "a size or position is negative: [-1, 1]"),
         (
             metadata(
                 state_dict_metadata={
@@ -244,7 +244,7 @@ def stored_at(*place: Any) -> theirs.Metadata:
     ],
 )
 def test_what_is_no_metadata_is_damaged(damaged, says):
-    with one_line(DamagedCheckpoint, f"^.metadata is damaged: {re.escape(says)}"):
+    with one_line(DamagedCheckpoint, f"^.metadata cannot be read: {re.escape(says)}"):
         parse_metadata(pickle.dumps(damaged))
 
 

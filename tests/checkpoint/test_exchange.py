@@ -181,7 +181,8 @@ def test_a_head_that_differs_from_the_table_is_not_dropped(pool, tmp_path):
     head[VOCAB - 1] += 1
     save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
     with pytest.raises(
-        RankFailed, match=r"lm_head\.weight differs from the embedding table.*would work: tie_"
+        RankFailed,
+        match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*would work: tie_",
     ):
         run(pool, job, tmp_path / "other")
     config = tmp_path / "hf" / "config.json"

@@ -30,7 +30,6 @@ from harness.weights.quantization import quantization_of
 DEEPSEEK, GPT_OSS, LLAMA = CASES["deepseek_v3"], CASES["gpt_oss"], CASES["llama"]
 WITH_MTP = set_fields(DEEPSEEK, mtp__depth=1)
 E4M3 = torch.float8_e4m3fn
-FULL = 10**9  # a block that is longer than any dimension
 PARTIAL = (24, 48)  # divides almost no dimension
 
 
@@ -84,24 +83,20 @@ def power_of_two(scales: Tensor) -> Tensor:
 
 
 FP8 = {"quant_method": "fp8"}
-FBGEMM = {"quant_method": "fbgemm_fp8"}
 Stored = tuple[ModelConfig, tuple[int, int], dict[str, Any], Callable[[Tensor], Tensor]]
 FORMS: dict[str, Stored] = {
     # Partial blocks, and the block of multi-token prediction; routers are not quantized.
     "deepseek": (WITH_MTP, PARTIAL, {**FP8, "weight_block_size": list(PARTIAL)}, Tensor.float),
-    "fbgemm": (LLAMA, (1, FULL), {**FBGEMM, "activation_scale_ub": 1200.0}, Tensor.float),
-    "fbgemm_1d": (LLAMA, (1, FULL), FBGEMM, Tensor.half),
-    "fp8_0d": (LLAMA, (FULL, FULL), {**FP8, "weight_block_size": None}, Tensor.squeeze),
     "e8m0": (LLAMA, PARTIAL, {**FP8, "weight_block_size": list(PARTIAL)}, power_of_two),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_fp8(name, tmp_path):
-    """Factors of a tensor, of its rows, or of blocks, in several dtypes and shapes."""
+    """Factors of blocks, in several dtypes."""
     model, block, quantization, stored_as = FORMS[name]
-    suffix = "_scale" if name.startswith("fbgemm") else "_scale_inv"
-    expected = quantize_fp8(written(tmp_path, model), block, quantization, suffix, stored_as)
+    suffix = "_scale_inv"
+    expected = quantize_fp8(written(tmp_path, model), block, quantization, stored_as)
     stored = stored_in(tmp_path)
     for key in [key for key in stored if key.endswith(suffix)]:
         stored[key.removesuffix(f"weight{suffix}") + "input_scale"] = torch.tensor(1.0)
@@ -210,7 +205,7 @@ def test_methods_that_are_not_read():
     for quantization, says in (
         (
             {"quant_method": "gptq"},
-            "quant_method gptq is not read; would work: fp8, fbgemm_fp8, mxfp4",
+            "quant_method gptq is not read; would work: fp8, mxfp4",
         ),
         ("x", "quant_method null is not read"),
         (

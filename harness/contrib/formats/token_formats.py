@@ -163,8 +163,7 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
         _refuse(
             file, "has a loss mask (.loss), which is not supported; would work: files without one"
         )
-    token_bytes = read_metadata(file)[1]
-    dtype = dtype or {2: "uint16", 4: "uint32"}.get(token_bytes or 0)
+    dtype = dtype or _recorded_dtype(file)
     index = Path(f"{file}.index")
     if not index.exists():
         return open_memmap(file, dtype, vocab_size)
@@ -175,19 +174,19 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     return TokenFile(file, dtype, num_tokens=ends.num_tokens, starts=ends)
 
 
-def read_metadata(file: Path) -> tuple[str | None, int | None]:
-    """Return the tokenizer's name and the bytes of a token from a .ds.metadata file; None if it has none.
+def _recorded_dtype(file: Path) -> str | None:
+    """Return the type of the tokens by a .ds.metadata file; None if there is none.
 
     The file has three lines: ``NAME|BYTES``, the number of tokens, the number in words.
     """
     metadata = Path(f"{file}.metadata")
     if not metadata.exists():
-        return None, None
+        return None
     first = _head(metadata, 4096).decode("utf-8", "replace").partition("\n")[0]
-    name, _, token_bytes = first.rpartition("|")
+    token_bytes = first.rpartition("|")[2]
     if token_bytes not in ("2", "4"):
         _refuse(metadata, f"its first line is not NAME|2 or NAME|4: {first[:80]!r}")
-    return (None if name.startswith("Unknown Tokenizer") else name), int(token_bytes)
+    return "uint16" if token_bytes == "2" else "uint32"
 
 
 class DocumentEnds:
@@ -352,6 +351,5 @@ DATATROVE = TokenFormat(
     endings=(".ds",),
     companions=dict.fromkeys((".ds.index", ".ds.metadata", ".ds.loss")),
     needs_dtype=True,
-    tokenizer_of=lambda file: read_metadata(file)[0],
     open=lambda file, data, vocab_size: open_datatrove(file, data.dtype, vocab_size),
 )
