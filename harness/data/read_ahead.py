@@ -23,6 +23,8 @@ from harness.data.stream_reader import Position, RowReader, TokenizedDocument
 from harness.util.errors import DataError, MachineError
 from harness.util.processes import Worker, WorkerDied
 
+Chunk = tuple[list[TokenizedDocument], str | None]
+"""Documents of a row, and the error that came after them."""
 CHUNKS_AHEAD = 2
 LEAST_CHUNK_TOKENS = 4096  # smaller messages cost more than their tokens
 _ENVIRONMENT = {
@@ -47,29 +49,15 @@ class ReaderPool:
         self._readers = readers
         self._chunk_tokens = max(chunk_tokens, LEAST_CHUNK_TOKENS)
         self._num_processes = min(processes, len(readers))
-        self._workers: list[Worker] = []
-        self._seeks: dict[int, Position] = {}
-        self._asked = dict.fromkeys(readers, 0)  # how often a row was sought
-        self._chunks: dict[int, deque[deque[TokenizedDocument] | DataError]] = {
-            row: deque() for row in readers
-        }
+        self._workers: dict[int, Worker] = {}
         self.close()
 
     def reader(self, row: int) -> RowReader:
         """Return a reader of one row; closing it stops all processes."""
         return _PoolReader(**vars(self._readers[row]), pool=self)
 
-    def seek(self, row: int, position: Position) -> None:
-        """Make ``position`` the next document of ``row``.
-
-        The next ``take`` of any row sends this, so that all rows are read at the same time.
-        """
-        self._seeks[row] = position
-        self._chunks[row].clear()
-        self._asked[row] += 1
-
-    def take(self, row: int) -> TokenizedDocument:
-        """Return the next document of ``row``, which must have been sought since the pool was closed.
+    def read(self, row: int, position: Position) -> Iterator[TokenizedDocument]:
+        """Yield the documents of ``row`` from ``position`` on, without end, until the pool is closed.
 
         Raises:
             DataError: the documents cannot be read.
@@ -77,59 +65,48 @@ class ReaderPool:
         """
         if not self._workers:
             self._start()
-        seeks = self._seeks
-        self._seeks = {}
-        # First a chunk of every row, then further ones.
-        for number in range(CHUNKS_AHEAD):
-            for each, position in seeks.items():
-                self._request(each, None if number else position)
-        chunks = self._chunks[row]
-        while not chunks:
-            self._receive(row)
-        first = chunks[0]
-        if isinstance(first, DataError):
-            raise first
-        document = first.popleft()
-        if not first:
-            chunks.popleft()
-            self._request(row, None)
-        return document
+        for _ in range(self._requested[row]):
+            self._receive(row)  # from an earlier position
+        begin: Position | None = position
+        while True:
+            while self._requested[row] < CHUNKS_AHEAD:
+                self._workers[row].send((row, begin))
+                self._requested[row] += 1
+                begin = None
+            documents, error = self._receive(row)
+            yield from documents
+            if error is not None:
+                raise DataError(error)
 
     def close(self) -> None:
-        """Stop the processes. Readers must seek before they continue."""
-        for worker in self._workers:
+        """Stop the processes. Documents are then read from a position again."""
+        for worker in self._workers.values():
             worker.end()
-        self._workers = []
-        self._worker_of: dict[int, Worker] = {}
-        for chunks in self._chunks.values():
-            chunks.clear()
+        self._workers = {}
+        self._requested = dict.fromkeys(self._readers, 0)
+        self._chunks: dict[int, deque[Chunk]] = {row: deque() for row in self._readers}
 
     def _start(self) -> None:
         rows = list(self._readers)
-        self._workers = [Worker(**_ENVIRONMENT) for _ in range(self._num_processes)]
-        for first, worker in enumerate(self._workers):  # which import meanwhile
+        workers = [Worker(**_ENVIRONMENT) for _ in range(self._num_processes)]
+        for first, worker in enumerate(workers):  # which import meanwhile
             readers = {row: self._readers[row] for row in rows[first :: self._num_processes]}
             worker.send((_serve, readers, self._chunk_tokens))
-            self._worker_of |= dict.fromkeys(readers, worker)
+            self._workers |= dict.fromkeys(readers, worker)
 
-    def _request(self, row: int, position: Position | None) -> None:
-        self._worker_of[row].send((row, self._asked[row], position))
-
-    def _receive(self, row: int) -> None:
-        """Receive a chunk from the process of ``row``, of any of its rows."""
-        try:
-            row, asked, documents, error = self._worker_of[row].receive()
-        except WorkerDied as death:
-            raise MachineError(
-                f"{self._readers[row].name}: a process that reads ahead {death}; would work: "
-                "fewer data.workers, or 0"
-            ) from death
-        if asked != self._asked[row]:  # from an earlier position
-            return
-        if documents:
-            self._chunks[row].append(deque(documents))
-        if error is not None:
-            self._chunks[row].append(DataError(error))
+    def _receive(self, row: int) -> Chunk:
+        """Return the next chunk of a row; its process also sends those of its other rows."""
+        while not self._chunks[row]:
+            try:
+                other, *chunk = self._workers[row].receive()
+            except WorkerDied as death:
+                raise MachineError(
+                    f"{self._readers[row].name}: a process that reads ahead {death}; would work: "
+                    "fewer data.workers, or 0"
+                ) from death
+            self._chunks[other].append((chunk[0], chunk[1]))
+        self._requested[row] -= 1
+        return self._chunks[row].popleft()
 
 
 @dataclass(frozen=True)
@@ -137,15 +114,14 @@ class _PoolReader(RowReader):
     pool: ReaderPool
 
     def read(self, position: Position) -> Iterator[TokenizedDocument]:
-        self.pool.seek(self.row, position)
-        return iter(lambda: self.pool.take(self.row), None)  # without end
+        return self.pool.read(self.row, position)
 
     def close(self) -> None:
         self.pool.close()
 
 
 def _serve(connection: Connection, readers: Mapping[int, RowReader], chunk_tokens: int) -> None:
-    requests: SimpleQueue[tuple[int, int, Position | None]] = SimpleQueue()
+    requests: SimpleQueue[tuple[int, Position | None]] = SimpleQueue()
     documents: dict[int, Iterator[TokenizedDocument]] = {}
 
     def receive() -> None:
@@ -158,23 +134,21 @@ def _serve(connection: Connection, readers: Mapping[int, RowReader], chunk_token
 
     threading.Thread(target=receive, name="requests", daemon=True).start()
     while True:
-        row, asked, position = requests.get()
+        row, position = requests.get()
         if position is not None:
             documents[row] = readers[row].read(position)
-        connection.send((row, asked, *_read(documents[row], chunk_tokens, readers[row].name)))
+        connection.send((row, *_read(documents[row], chunk_tokens, readers[row].name)))
 
 
-def _read(
-    documents: Iterator[TokenizedDocument], count: int, name: str
-) -> tuple[list[TokenizedDocument], str | None]:
+def _read(documents: Iterator[TokenizedDocument], count: int, name: str) -> Chunk:
     """Read at least ``count`` tokens; with an error, return it and what was read before."""
     chunk: list[TokenizedDocument] = []
     try:
-        while count > 0:
-            chunk.append(next(documents))
-            count -= len(chunk[-1].tokens)
-    except StopIteration:  # reading has failed earlier
-        pass
+        for document in documents:  # none if reading has failed earlier
+            chunk.append(document)
+            count -= len(document.tokens)
+            if count <= 0:
+                break
     except DataError as error:
         return chunk, str(error)
     except Exception as error:
