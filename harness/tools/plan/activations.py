@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from harness.config.model import ModelConfig
 from harness.model.spec import Split, block_tensors
@@ -63,6 +64,9 @@ class SavedTensor:
     """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a float32 copy, if the
     original is not float32; ``norm``: float32 where a norm consists of single operations."""
     by: SavedBy = SavedBy.ALL
+
+
+_inner = partial(SavedTensor, cut=INNER)
 
 
 @dataclass(frozen=True)
@@ -152,10 +156,6 @@ def norm_activations(
     )
 
 
-def _inner(name: str, width: float, dtype: str = "compute") -> SavedTensor:
-    return SavedTensor(name, width, INNER, dtype)
-
-
 def _attention(config: ModelConfig, layer: int) -> PartActivations:
     of = config.attention
     heads = config.n_heads
@@ -182,7 +182,7 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
         _inner("k", groups * padded),
         _inner("v", groups * padded),
     )
-    out = _inner("attended", heads * padded), _inner(LSE, heads, "float32")
+    out = _inner("attended", heads * padded), _inner(LSE, heads, dtype="float32")
     return PartActivations(
         kept=(*extra, *tensors, *out),
         products=_attention_products(config, layer),
@@ -225,7 +225,7 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width
     # of keys.
     padded = on_cpu and value != wide
-    out = _inner("attended", wide if padded else value), _inner(LSE, heads, "float32")
+    out = _inner("attended", wide if padded else value), _inner(LSE, heads, dtype="float32")
     kept += (_inner("v", wide if padded else up), *out)
     if padded:
         kept += (_inner("wo.in", value),)
@@ -236,16 +236,16 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
 
 
 def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
-    def inner(what: str, times: float = 1, by: SavedBy = SavedBy.ALL) -> SavedTensor:
-        return SavedTensor(f"{name}.{what}", times * hidden, INNER, by=by)
-
+    gate = _inner(f"{name}.gate", hidden)
+    up = _inner(f"{name}.up", hidden)
+    silu = _inner(f"{name}.silu", hidden, by=SavedBy.EAGER)
     return PartActivations(
-        kept=(inner("gate"), inner("up"), inner("silu", by=SavedBy.EAGER), inner("product")),
-        products=(inner("gate"), inner("up"), SavedTensor(f"{name}.w2", dim, PARTIAL)),
-        forward=(inner("gate, up, silu, product", 4),),
+        kept=(gate, up, silu, _inner(f"{name}.product", hidden)),
+        products=(gate, up, SavedTensor(f"{name}.w2", dim, PARTIAL)),
+        forward=(_inner(f"{name}.gate, up, silu, product", 4 * hidden),),
         # Backward multiplies the product's gradient by both factors; the product itself is freed by
         # then.
-        backward=(inner("grads", 2),),
+        backward=(_inner(f"{name}.grads", 2 * hidden),),
     )
 
 
@@ -256,48 +256,42 @@ def _mixture(config: ModelConfig) -> PartActivations:
     experts = of.num_experts
     rows = top_k * dim
     hidden = top_k * of.hidden_dim
-
-    def routed(
-        name: str, width: float, dtype: str = "compute", by: SavedBy = SavedBy.ALL
-    ) -> SavedTensor:
-        return SavedTensor(f"moe.{name}", width, ROUTED, dtype, by)
-
-    def inner(name: str, width: float, by: SavedBy = SavedBy.ALL) -> SavedTensor:
-        return SavedTensor(f"moe.{name}", width, ROUTED_INNER, by=by)
-
+    routed = partial(SavedTensor, cut=ROUTED)
+    inner = partial(SavedTensor, cut=ROUTED_INNER)
+    outputs = routed("moe.outputs", rows)
+    gate = inner("moe.gate", hidden)
+    up = inner("moe.up", hidden)
     kept = [
-        routed("scores", experts, "float32"),
-        routed("chosen", top_k, "int64"),
-        routed("weights", 2 * top_k, "float32"),
-        routed("places", 2 * top_k, "int64"),
-        routed("rows", rows),
-        routed("scaled rows" if of.score_before_experts else "outputs", rows),
+        routed("moe.scores", experts, dtype="float32"),
+        routed("moe.chosen", top_k, dtype="int64"),
+        routed("moe.weights", 2 * top_k, dtype="float32"),
+        routed("moe.places", 2 * top_k, dtype="int64"),
+        routed("moe.rows", rows),
+        routed("moe.scaled rows", rows) if of.score_before_experts else outputs,
     ]
     if of.normalize_scores:
-        kept.append(routed("normalized", 1, "float32"))
+        kept.append(routed("moe.normalized", 1, dtype="float32"))
     if config.activation == "swiglu":
-        kept += [inner("gate", hidden), inner("up", hidden)]
-        kept.append(inner("silu", hidden, SavedBy.EAGER))
+        kept += [gate, up, inner("moe.silu", hidden, by=SavedBy.EAGER)]
     else:
         # The clamped gate saves its clamped factors and their products; a bias is added out of
         # place.
-        kept.append(inner("gate, up", 3 * hidden))
-        kept.append(inner("factors", 3 * hidden, SavedBy.EAGER))
-    kept.append(inner("product", hidden))
-    products = [routed("router", experts, "float32"), inner("gate", hidden)]
-    products += [inner("up", hidden), routed("outputs", rows)]
+        kept.append(inner("moe.gate, up", 3 * hidden))
+        kept.append(inner("moe.factors", 3 * hidden, by=SavedBy.EAGER))
+    kept.append(inner("moe.product", hidden))
+    products = [routed("moe.router", experts, dtype="float32"), gate, up, outputs]
     if of.shared_hidden_dim:
         shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
         kept += shared.kept
         products += shared.products
-        kept.append(routed("router.in", dim, "widened", SavedBy.EAGER))
+        kept.append(routed("moe.router.in", dim, dtype="widened", by=SavedBy.EAGER))
     return PartActivations(
         tuple(kept),
         tuple(products),
         choices=(
-            routed("top scores", top_k, "float32"),
-            routed("top experts, order", 2 * top_k, "int64"),
+            routed("moe.top scores", top_k, dtype="float32"),
+            routed("moe.top experts, order", 2 * top_k, dtype="int64"),
         ),
-        forward=(routed("rows", rows), inner("gate, up, silu, product", 4 * hidden)),
-        backward=(inner("grads", 2 * hidden), routed("grads of rows", rows)),
+        forward=(routed("moe.rows", rows), inner("moe.gate, up, silu, product", 4 * hidden)),
+        backward=(inner("moe.grads", 2 * hidden), routed("moe.grads of rows", rows)),
     )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from harness.config.job import Job
 from harness.model.spec import Split, TensorSpec
 from harness.precision.linears import sort_linears
-from harness.tools.plan.collectives import Collective, Pass, context_parallel
+from harness.tools.plan.collectives import Collective, Pass, collective_of, context_parallel
 from harness.tools.plan.costs import Operations, costs_of
-from harness.tools.plan.machine import Machine, group_of
+from harness.tools.plan.machine import Machine
 from harness.tools.plan.parameters import BYTES, tp_of
 
 
@@ -103,6 +103,7 @@ class Casts:
 # once, a column twice; a weight's columns are copied into rows first. Blocks of 32 values are read
 # once in either direction (torchao/testing/training/roofline_utils.py).
 CASTS = {
+    "none": Casts(0, 0, 0, 0, 0),
     "float8_tensorwise": Casts(5, 2, 7, 5, 3),
     "float8_rowwise": Casts(3, 5, 8, 3, 7),
     "float8_rowwise_hp": Casts(3, 0, 3, 3, 3),
@@ -134,36 +135,34 @@ class Worker:
     """Predicts the time and collectives of a job's passes on a machine."""
 
     def __init__(self, job: Job, machine: Machine) -> None:
+        layout = job.parallelism
+        precision = job.precision
+        moe = job.model.moe
         self.job = job
         self.machine = machine
-        self.layout = job.parallelism
+        self.layout = layout
         self.model_costs = costs_of(job.model)
-        precision = job.precision
         self.converted = frozenset[str]()
         """Names of the linears with 8-bit products."""
         if precision.linear != "none":
             self.converted = frozenset(sort_linears(job.model, precision).converted)
-        self.rows = job.microbatch_size * job.training.seq_len // self.layout.cp
+        self.rows = job.microbatch_size * job.training.seq_len // layout.cp
         """Tokens of a rank in a microbatch."""
-        sequence_parallel = self.layout.uses_sequence_parallel
-        self.stream_rows = self.rows // self.layout.tp if sequence_parallel else self.rows
+        sequence_parallel = layout.uses_sequence_parallel
+        self.stream_rows = self.rows // layout.tp if sequence_parallel else self.rows
         """Those of its residual stream."""
+        self.sorted_rows = self.rows if layout.splits_experts else self.stream_rows
+        """Those that it sends to experts."""
+        per_rank = moe.num_experts // layout.ep
+        self.busiest = 1.0 if moe.force_balance else machine.busiest(layout.ep, per_rank)
+        self.expert_rows = round(self.sorted_rows * self.busiest)
+        """Tokens of the busiest rank's experts, for which the others wait."""
+        self.expert_tp = layout.tp if layout.splits_experts else 1
+        """Ranks that split each expert."""
         self.value_bytes = BYTES[precision.param_dtype]
-        self.dtype = precision.param_dtype
         eager = EAGER if machine.software.fused_norm else UNFUSED
         self.costs = COMPILED if job.compile.blocks else eager
-        has_tf32 = "tf32" in machine.device.peak_flops
-        has_tf32 = has_tf32 and job.training.matmul_precision != "highest"
-        self.router_dtype = "tf32" if has_tf32 else "float32"
-        self.narrow = "mxfp8" if precision.linear == "mxfp8" else "float8"
-        if precision.emulate:
-            self.narrow = "float32"  # emulated products are computed in it
-        self.casts = CASTS.get(precision.linear, Casts(0, 0, 0, 0, 0))
-        moe = job.model.moe
-        ep = self.layout.ep
-        self.busiest = 1.0 if moe.force_balance else machine.busiest(ep, moe.num_experts // ep)
-        self.expert_tp = self.layout.tp if self.layout.splits_experts else 1
-        """Ranks that split each expert."""
+        self.casts = CASTS[precision.linear]
         # With one scale a tensor, inputs are cast before they are gathered
         # (harness/precision/swap.py).
         self.casts_stream = precision.linear == "float8_tensorwise" and sequence_parallel
@@ -172,57 +171,79 @@ class Worker:
         """The passes of one block: forward from top to bottom, then backward."""
         job = self.job
         machine = self.machine
+        layout = self.layout
+        casts = self.casts
         operations = self.model_costs.block_operations(job.model, layer, job.training.seq_len)
+        matrices = operations.products
         kernels = self.costs.kernels
         if operations.expert_width:
             kernels += self.costs.expert_kernels
-        biased = self._biased_values(operations)
+        biased = 0.0
+        if job.model.moe.expert_bias:
+            width = 2 * operations.expert_gate_width / self.expert_tp + operations.expert_width
+            biased = self.expert_rows * width
         element_wise = self._passes(operations, biased) + machine.constants.launch * kernels
         attention = self._attention_seconds(operations)
         context, context_back = context_parallel(
             job, machine, operations.attention, self.rows, attention
         )
-        products = sum(self._product(product) for product in operations.products)
-        narrow = [each for each in operations.products if each.module in self.converted]
+        products = self._products(matrices, self.converted)
+        narrow = [each for each in matrices if each.module in self.converted]
         # FSDP that gathers weights in 8 bits has cast its shard of them before.
-        cast_weights = (
-            0.0 if job.precision.enable_fsdp_float8_all_gather else self._gathered_values(narrow)
-        )
-        casts_of_weights = machine.pass_seconds(cast_weights * self.casts.weight)
+        cast_weights = 0.0
+        if not job.precision.enable_fsdp_float8_all_gather:
+            cast_weights = self._gathered_values(narrow)
+        casts_of_weights = machine.pass_seconds(cast_weights * casts.weight)
         # Element-wise operations, and casts of the products' operands.
-        others = element_wise + self._cast(narrow, self.casts.forward, of_inputs=True)
+        others = element_wise + self._cast(narrow, casts.forward, of_inputs=True)
         computing = products + attention + context.compute + others + casts_of_weights
         # The host starts every kernel; the device waits for it if it is faster.
-        host = machine.constants.host * (kernels + len(operations.products) + 1)
+        host = machine.constants.host * (kernels + len(matrices) + 1)
         if job.compile.cuda_graphs:
             host = 0.0
         # Experts that are not split take rows of the split sequence, so of a mixture only shared
         # experts count.
-        regions = 2 if operations.gate_width or self.layout.splits_experts else 1
+        regions = 2 if operations.gate_width or layout.splits_experts else 1
         tensor = self._tensor(self.rows, regions, regions)
-        experts = self._to_experts(operations)
+        # Counts of the rows to the experts, the rows, and the rows back. Backward has the last two.
+        experts: tuple[Collective, ...] = ()
+        if layout.ep > 1 and operations.expert_width:
+            rows = self.expert_rows * operations.expert_width * self.value_bytes
+            sizes = job.model.moe.num_experts * COUNT_BYTES, rows, rows
+            experts = tuple(collective_of(job, machine, "ep", "all_to_all", one) for one in sizes)
         forward = Pass(max(computing, host), (*tensor, *context.collectives, *experts))
         # FSDP casts a microbatch's gradients to the dtype in which they are reduced (read 2 bytes,
         # write 4). If several passes share one reduction, it adds them to the sum instead (read 2
         # and 4, write 4; FSDPParam's ``accumulate_unsharded_grad_if_needed``).
-        times = 2 if self.layout.pp > 1 else 1
+        times = 2 if layout.pp > 1 else 1
         per_value = self.value_bytes + times * BYTES[job.precision.reduce_dtype]
-        weights = sum(self._product(product, of_weights=True) for product in operations.products)
-        weights += machine.pass_seconds(self._gathered_values(operations.products) * per_value)
+        precise = job.precision.linear == HIGH_PRECISION
+        weights = self._products(matrices, () if precise else self.converted)
+        weights += machine.pass_seconds(self._gathered_values(matrices) * per_value)
         # Casts of gradients, and of inputs and weights along the other dimension.
-        again = self._cast(narrow, self.casts.gradient, of_inputs=False)
-        again += self._cast(narrow, self.casts.input_backward, of_inputs=True)
-        again += machine.pass_seconds(cast_weights * self.casts.weight_backward)
+        again = self._cast(narrow, casts.gradient, of_inputs=False)
+        again += self._cast(narrow, casts.input_backward, of_inputs=True)
+        again += machine.pass_seconds(cast_weights * casts.weight_backward)
         biases = self._moving_seconds(biased * self.costs.bias_gradient)
         inputs = products + again + 2 * element_wise + 2.5 * attention
         inputs += biases + context_back.compute
         # Recomputation ends before the last reduction, because backward needs nothing after it.
         tensor_again = self._tensor(self.rows, regions, regions - 1)
+        recompute = Pass()
+        ac = job.activation_checkpoint
+        if ac.covers(layer) and ac.mode == "memory_budget":
+            recompute = Pass(forward.compute * (1 - ac.memory_budget))
+        elif ac.covers(layer) and ac.mode == "selective_op":
+            kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
+            gathers = (each for each in tensor_again if each.collective == "all_gather")
+            computed = (products + casts_of_weights) * (1 - kept) + others
+            recompute = Pass(computed, tuple(gathers))
+        elif ac.covers(layer):
+            collectives = (*tensor_again, *context.collectives, *experts)
+            recompute = Pass(forward.compute, collectives)
         return BlockPasses(
             forward=forward,
-            recompute=self._recomputed(
-                layer, forward, tensor_again, products + casts_of_weights, others
-            ),
+            recompute=recompute,
             inputs=Pass(
                 max(inputs, 2 * host - weights), (*tensor, *context_back.collectives, *experts[1:])
             ),
@@ -239,13 +260,9 @@ class Worker:
         job = self.job
         split = self.layout.tp if self.layout.loss_parallel else 1
         vocabulary = self.model_costs.outputs(job.model) / split
-        dtype = self.dtype
-        width = self.value_bytes
-        if "output" in self.converted:
-            dtype = self.narrow
-            width = 1
+        dtype, width, share = self._format("output" in self.converted)
         product = self.machine.product_seconds(
-            self.rows, job.model.dim, int(vocabulary), dtype, width
+            self.rows, job.model.dim, int(vocabulary), dtype, width, share=share
         )
         per_logit = COMPILED_LOGIT if job.compile.loss else EAGER_LOGIT
         loss = self._moving_seconds(self.rows * vocabulary * per_logit)
@@ -256,71 +273,48 @@ class Worker:
 
     # -- computing ----
 
-    def _recomputed(
-        self,
-        layer: int,
-        forward: Pass,
-        tensor: tuple[Collective, ...],
-        products: float,
-        others: float,
-    ) -> Pass:
-        """What backward of a block recomputes of its forward, by the mode of activation checkpointing."""
-        ac = self.job.activation_checkpoint
-        if not ac.covers(layer):
-            return Pass()
-        if ac.mode == "memory_budget":
-            return Pass(forward.compute * (1 - ac.memory_budget))
-        if ac.mode == "selective_op":
-            kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
-            gathers = tuple(each for each in tensor if each.collective == "all_gather")
-            return Pass(products * (1 - kept) + others, gathers)
-        besides = (each for each in forward.collectives if each.axis != "tp")
-        return Pass(forward.compute, (*tensor, *besides))
+    def _format(self, converted: bool) -> tuple[str, int, float]:
+        """Format of a product's operands, their bytes, and its speed relative to one scale a tensor."""
+        precision = self.job.precision
+        if not converted:
+            return precision.param_dtype, self.value_bytes, 1.0
+        share = self.machine.constants.rowwise if precision.linear in ROWWISE else 1.0
+        if precision.emulate:
+            return "float32", 1, share  # emulated products are computed in it
+        return "mxfp8" if precision.linear == "mxfp8" else "float8", 1, share
 
-    def _product(self, product: TensorSpec, *, of_weights: bool = False) -> float:
-        """Seconds of one product in forward, which are those of the inputs' gradient, or of the weights'."""
+    def _products(self, matrices: Collection[TensorSpec], converted: Collection[str]) -> float:
+        """Seconds of the products of forward, of gradients of inputs, or of weights."""
+        return sum(self._product(each, each.module in converted) for each in matrices)
+
+    def _product(self, matrix: TensorSpec, converted: bool) -> float:
         layout = self.layout
-        recipe = self.job.precision.linear
-        constants = self.machine.constants
-        dtype = self.dtype
-        width = self.value_bytes
-        share = 1.0
-        if product.module in self.converted and not (of_weights and recipe == HIGH_PRECISION):
-            dtype = self.narrow
-            width = 1
-            share = constants.rowwise if recipe in ROWWISE else 1.0
-        inputs = product.inputs
-        outputs = product.outputs
-        if product.split is Split.ROW:
-            inputs //= tp_of(layout, product)
+        dtype, width, share = self._format(converted)
+        inputs = matrix.inputs
+        outputs = matrix.outputs
+        if matrix.split is Split.ROW:
+            inputs //= tp_of(layout, matrix)
         else:
-            outputs //= tp_of(layout, product)
+            outputs //= tp_of(layout, matrix)
         rows = self.rows
-        if product.split is Split.ROUTER:
-            dtype = self.router_dtype
+        if matrix.split is Split.ROUTER:
+            has_tf32 = "tf32" in self.machine.device.peak_flops
+            precise = self.job.training.matmul_precision == "highest"
+            dtype = "tf32" if has_tf32 and not precise else "float32"
             width = BYTES["float32"]
             rows = self.stream_rows
-        local = 1
-        if product.is_expert:
-            local = product.experts // layout.ep
-            rows = max(self._expert_rows(product.top_k) // local, 1)
-            share *= constants.grouped
+        groups = 1
+        if matrix.is_expert:
+            groups = matrix.experts // layout.ep
+            rows = max(matrix.top_k * self.expert_rows // groups, 1)
+            share *= self.machine.constants.grouped
         else:
-            share_of_rows = self.model_costs.row_share(
-                self.job.model, product, self.job.training.seq_len
-            )
-            rows = max(1, round(rows * share_of_rows))
+            seq_len = self.job.training.seq_len
+            of_rows = self.model_costs.row_share(self.job.model, matrix, seq_len)
+            rows = max(1, round(rows * of_rows))
         return self.machine.product_seconds(
-            rows, inputs, outputs, dtype, width, groups=local, share=share
+            rows, inputs, outputs, dtype, width, groups=groups, share=share
         )
-
-    def _sorted_rows(self, copies: int = 1) -> int:
-        """Rows that a rank sends to experts; a token has ``copies`` rows."""
-        return copies * (self.rows if self.layout.splits_experts else self.stream_rows)
-
-    def _expert_rows(self, copies: int = 1) -> int:
-        """Rows of the experts of the busiest rank, for which the others wait."""
-        return round(self._sorted_rows(copies) * self.busiest)
 
     def _attention_seconds(self, operations: Operations) -> float:
         """Seconds of attention's forward; for a ring without load balance, on its last rank."""
@@ -332,18 +326,11 @@ class Worker:
         if layout.cp > 1 and layout.cp_method == "ring" and not layout.cp_load_balance:
             # Rank r of n attends to r full pieces and half of its own, n / 2 in the mean.
             flops *= (2 * layout.cp - 1) / layout.cp
-        return self.machine.attention_seconds(flops, self.dtype)
+        return self.machine.attention_seconds(flops, self.job.precision.param_dtype)
 
     def _moving_seconds(self, traffic: float) -> float:
         """Seconds of traffic in bytes per 16-bit value."""
         return self.machine.pass_seconds(traffic * self.value_bytes / 2)
-
-    def _biased_values(self, operations: Operations) -> float:
-        """Outputs of experts to which biases are added."""
-        if not self.job.model.moe.expert_bias:
-            return 0.0
-        width = 2 * operations.expert_gate_width / self.expert_tp + operations.expert_width
-        return self._expert_rows() * width
 
     def _passes(self, operations: Operations, biased: float) -> float:
         """Seconds of element-wise operations in forward, without their launches."""
@@ -356,46 +343,39 @@ class Worker:
             self.stream_rows * operations.norm_width * (costs.norm + costs.residual)
             + self.rows * operations.rotated_width / tp * costs.rotation
             + self.rows * operations.gate_width / tp * gate
-            + self._expert_rows() * operations.expert_gate_width / self.expert_tp * gate
-            + self._sorted_rows() * operations.expert_width * costs.sort
+            + self.expert_rows * operations.expert_gate_width / self.expert_tp * gate
+            + self.sorted_rows * operations.expert_width * costs.sort
             + biased * costs.bias
         )
         if operations.expert_width:
             traffic += self.stream_rows * self.job.model.dim * costs.router
         if self.layout.ep > 1:
-            traffic += self._expert_rows() * operations.expert_width * costs.exchanged
+            traffic += self.expert_rows * operations.expert_width * costs.exchanged
         return self._moving_seconds(traffic)
 
-    def _cast(self, products: list[TensorSpec], per_value: float, *, of_inputs: bool) -> float:
+    def _cast(self, matrices: list[TensorSpec], per_value: float, *, of_inputs: bool) -> float:
         """Seconds of casting operands of 8-bit products. Products with the same input share its cast."""
-        seen = set()
-        values = 0.0
-        for product in products:
-            width = product.inputs if of_inputs else product.outputs
-            source = (product.module.rpartition(".")[0], width)
-            if of_inputs and source in seen:
-                continue
-            seen.add(source)
-            splits = product.split is (Split.ROW if of_inputs else Split.COLUMN)
-            if product.is_expert:
-                rows = self._expert_rows(product.top_k)
-                tp = self.expert_tp
-            else:
-                early = of_inputs and not splits and self.casts_stream
-                rows = self.stream_rows if early else self.rows
-                tp = self.layout.tp
-            values += rows * width / (tp if splits else 1)
-        return self.machine.pass_seconds(values * per_value)
+        values: dict[object, float] = {}
+        for matrix in matrices:
+            width = matrix.inputs if of_inputs else matrix.outputs
+            operand = (matrix.module.rpartition(".")[0], width) if of_inputs else matrix.name
+            splits = matrix.split is (Split.ROW if of_inputs else Split.COLUMN)
+            rows = self.rows
+            if matrix.is_expert:
+                rows = matrix.top_k * self.expert_rows
+            elif of_inputs and not splits and self.casts_stream:
+                rows = self.stream_rows
+            tp = self.expert_tp if matrix.is_expert else self.layout.tp
+            values.setdefault(operand, rows * width / (tp if splits else 1))
+        return self.machine.pass_seconds(sum(values.values()) * per_value)
 
-    def _gathered_values(self, products: Iterable[TensorSpec]) -> float:
+    def _gathered_values(self, matrices: Collection[TensorSpec]) -> float:
         """Values of these matrices on a rank that has gathered them."""
         layout = self.layout
         return sum(
-            product.size / tp_of(layout, product) / (layout.ep if product.is_expert else 1)
-            for product in products
+            each.size / tp_of(layout, each) / (layout.ep if each.is_expert else 1)
+            for each in matrices
         )
-
-    # -- collectives inside of a block ----
 
     def _tensor(self, rows: int, gathers: int, reductions: int) -> tuple[Collective, ...]:
         """Collectives of tensor parallel around its regions: attention, and the feed-forward."""
@@ -403,26 +383,16 @@ class Worker:
         if layout.tp == 1:
             return ()
         whole = rows * self.job.model.dim * self.value_bytes
-        group = group_of(self.job, self.machine.ranks_per_node, "tp")
-        hidden = self.machine.constants.async_tp if layout.async_tp else 0.0
         kinds: list[tuple[str, float, int]] = [("all_reduce", whole, reductions)]
+        copying = 0.0
         if layout.uses_sequence_parallel:
             gathered = whole / (self.value_bytes if self.casts_stream else 1)
             kinds = [("all_gather", gathered, gathers), ("reduce_scatter", whole, reductions)]
+            copying = ALONG_SEQUENCE
+        shown = 1 - (self.machine.constants.async_tp if layout.async_tp else 0.0)
         collectives = []
-        for collective, size, count in kinds:
-            seconds = self.machine.collective_seconds(collective, size, group)
-            if layout.uses_sequence_parallel:
-                seconds += self.machine.pass_seconds(size * ALONG_SEQUENCE)
-            one = Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))
-            collectives += [one] * count
+        for kind, size, count in kinds:
+            one = collective_of(self.job, self.machine, "tp", kind, size)
+            seconds = one.seconds + self.machine.pass_seconds(size * copying)
+            collectives += [replace(one, seconds=seconds, exposed=seconds * shown)] * count
         return tuple(collectives)
-
-    def _to_experts(self, operations: Operations) -> tuple[Collective, ...]:
-        """Counts of the rows to the experts, the rows, and the rows back. Backward has the last two."""
-        if self.layout.ep == 1 or not operations.expert_width:
-            return ()
-        rows = self._expert_rows() * operations.expert_width * self.value_bytes
-        sizes = [self.job.model.moe.num_experts * COUNT_BYTES, rows, rows]
-        group = group_of(self.job, self.machine.ranks_per_node, "ep")
-        return tuple(Collective.on(self.machine, "ep", "all_to_all", group, size) for size in sizes)

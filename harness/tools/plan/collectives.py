@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from harness.config.job import Job
 from harness.tools.plan.costs import AttentionCost
@@ -37,13 +38,16 @@ class Collective:
     exposed: float
     """Seconds that no computation hides."""
 
-    @classmethod
-    def on(
-        cls, machine: Machine, axis: str, collective: str, group: Group, size: float
-    ) -> Collective:
-        """A collective that nothing hides."""
-        seconds = machine.collective_seconds(collective, size, group)
-        return cls(axis, collective, group, size, seconds, seconds)
+
+def collective_of(
+    job: Job, machine: Machine, axis: str, kind: str, size: float, *mesh: str
+) -> Collective:
+    """A collective that nothing hides, over ``axis`` or some axes of a mesh."""
+    group = group_of(job, machine.ranks_per_node, *(mesh or [axis]))
+    if kind == "send":
+        group = group.pair
+    seconds = machine.collective_seconds(kind, size, group)
+    return Collective(axis, kind, group, size, seconds, seconds)
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,7 @@ def context_parallel(
 
     def over(kind: str, sizes: Sequence[float], behind: float = 0.0) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
-        group = group_of(job, machine.ranks_per_node, "cp")
-        every = [Collective.on(machine, "cp", kind, group, size) for size in sizes]
+        every = [collective_of(job, machine, "cp", kind, size) for size in sizes]
         exposed = max(0.0, 1 - behind / sum(each.seconds for each in every))
         return tuple(replace(each, exposed=each.seconds * exposed) for each in every)
 
@@ -138,22 +141,21 @@ def sharing_of_block(job: Job, machine: Machine, layer: int) -> Sharing:
 def sharing_of(job: Job, machine: Machine, groups: Iterable[Sequence[HeldTensor]]) -> Sharing:
     """FSDP's work for the parameters of some of its groups."""
     precision = job.precision
-    per_node = machine.ranks_per_node
     param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
     reduced = BYTES[precision.reduce_dtype]
-    replicas = group_of(job, per_node, "dp_replicate")
     gather = []
     reduce = []
     copying = 0.0
+    shared = partial(collective_of, job, machine, "dp")
     for tensors in groups:
         values = sum(tensor.gathered_elements for tensor in tensors)
-        axes = ("expert_shards",) if tensors[0].spec.is_expert else ("dp_shard", "cp")
-        shards = group_of(job, per_node, *axes)
-        if shards.ranks > 1:
-            gather.append(Collective.on(machine, "dp", "all_gather", shards, values * param))
-            reduce.append(Collective.on(machine, "dp", "reduce_scatter", shards, values * reduced))
+        over = ("expert_shards",) if tensors[0].spec.is_expert else ("dp_shard", "cp")
+        gathered = shared("all_gather", values * param, *over)
+        if gathered.group.ranks > 1:
+            gather.append(gathered)
+            reduce.append(shared("reduce_scatter", values * reduced, *over))
             copying += machine.pass_seconds(2 * values * param)
-        if replicas.ranks > 1:
-            size = values / shards.ranks * reduced
-            reduce.append(Collective.on(machine, "dp", "all_reduce", replicas, size))
+        if job.parallelism.dp_replicate > 1:
+            size = values / gathered.group.ranks * reduced
+            reduce.append(shared("all_reduce", size, "dp_replicate"))
     return Sharing(tuple(gather), tuple(reduce), copying)

@@ -9,7 +9,6 @@ shards to the same length in memory and in collectives.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
 from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
-from harness.optimizer.assignment import ROUND_VALUES, orthogonalization_flops
+from harness.optimizer.assignment import ROUND_VALUES
 from harness.optimizer.settings import in_blocks, kind_of
 from harness.tools.plan.costs import costs_of
 
@@ -161,19 +160,14 @@ class HeldModules(Memo):
         self._optimizer = optimizer.resolve(precision.master_dtype, precision.param_dtype)
         self._first: dict[str, str] = {}
         kinds: dict[object, str] = {}
-        # Options that select tensors by their names.
+        # Options may select tensors by their names.
         parts = precision.filter_fqns if precision.enable_fsdp_float8_all_gather else ()
-        patterns = [re.compile(group["match"]) for group in optimizer.groups]
         for layer, kind in enumerate(block_kinds(model)):
             name = f"layers.{layer}"
-            named = tuple(
-                (
-                    *(part in spec.module for part in parts),
-                    *(bool(p.search(spec.name)) for p in patterns),
-                )
-                for spec in self.specs.get(name, ())
-            )
-            self._first[name] = kinds.setdefault((kind, named), name)
+            specs = self.specs.get(name, ())
+            updates = tuple(kind_of(optimizer, spec) for spec in specs)
+            filtered = tuple(part in spec.module for spec in specs for part in parts)
+            self._first[name] = kinds.setdefault((kind, updates, filtered), name)
 
     def of(self, name: str, layout: ParallelismConfig) -> HeldModule:
         first = self._first.get(name, name)
@@ -260,11 +254,6 @@ class MuonUpdate:
     """Bytes that it sends: pieces to the owners of their matrices, and results back."""
     buffers: float
     """Bytes of buffers and of the iterations' temporary matrices."""
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the orthogonalization."""
-        return sum(count * orthogonalization_flops(*shape) for shape, count in self.shapes.items())
 
 
 def muon_update(job: Job, parameters: RankParameters) -> MuonUpdate:

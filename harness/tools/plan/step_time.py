@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
-from typing import TypeVar
+from functools import cache, partial
 
 from harness.config.job import Job
 from harness.config.optimizer import NEWTON_SCHULZ_STEPS
@@ -20,10 +18,11 @@ from harness.tools.plan.collectives import (
     Collective,
     Pass,
     Sharing,
+    collective_of,
     sharing_of,
     sharing_of_block,
 )
-from harness.tools.plan.machine import Group, Machine, group_of, sent_share
+from harness.tools.plan.machine import Group, Machine, sent_share
 from harness.tools.plan.order import gathering_passes, pipeline_order, simulate
 from harness.tools.plan.parameters import BYTES, groups_of, held_modules, muon_update, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
@@ -31,8 +30,6 @@ from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 # Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient,
 # clipping reads and writes it.
 CLIP_BYTES = 12
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -72,64 +69,63 @@ class StepModel:
         self.stages = [self._stage(names) for names in modules]
 
     def _stage(self, names: list[str]) -> StageTimes:
-        model = self.job.model
+        """The passes of a stage, and FSDP around them.
+
+        A block's parameters are gathered while the block before computes, its gradients reduced
+        while the next one does (FSDP2's implicit prefetch): what takes longer than that is waited
+        for, and so are the first gather and the last reduction. Before either half of a split
+        backward the whole stage is gathered (parallelism/pipeline.py).
+        """
+        job = self.job
+        layout = self.layout
+        has_head = "output" in names
         layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
-        if "output" in names:
-            layers += range(model.n_layers, model.num_blocks)  # multi-token prediction's
+        if has_head:
+            layers += range(job.model.n_layers, job.model.num_blocks)  # multi-token prediction's
         blocks = [self.blocks[layer][0] for layer in layers]
         sharing = [self.blocks[layer][1] for layer in layers]
-        ends = [name for name in names if not name.startswith("layers.")]
-        for group in groups_of(held_modules(self.job, ends).values()).values():
-            sharing.append(sharing_of(self.job, self.machine, [group]))
+        ends = held_modules(job, (name for name in names if not name.startswith("layers.")))
+        # The head comes last.
+        for group in groups_of(ends.values()).values():
+            sharing.append(sharing_of(job, self.machine, [group]))
         forward = sum((block.forward for block in blocks), Pass())
         inputs = sum((block.recompute + block.inputs for block in blocks), Pass())
         weights = sum((block.weights for block in blocks), Pass())
         # Either half of a split backward pass calls all of a compiled block's backward; autograd
         # has no half for inputs of the first stage.
-        repeats = self.job.compile.blocks and "tok_embeddings" not in names
+        repeats = job.compile.blocks and "tok_embeddings" not in names
         halves = (inputs + weights, weights + inputs) if repeats else (inputs, weights)
-        around, gathers, once = self._around(blocks, sharing, has_head="output" in names)
-        back = around["B"]
-        forward += around["F"]
+        back = Pass()
         for name, table in (("tok_embeddings", self.worker.table), ("output", self.worker.head)):
             if name in names:
                 there, gradient = table()
                 forward += there
                 back += gradient
+        # What hides FSDP's collectives, and those of one pass.
+        there_seconds = [block.forward.seconds for block in blocks]
+        half = [block.recompute.seconds + block.inputs.seconds for block in blocks]
+        whole = [
+            seconds + block.weights.seconds for seconds, block in zip(half, blocks, strict=True)
+        ]
+        groups = len(sharing)
+        again = layout.reshards_after_forward
+        freed = groups - (has_head and not layout.frees("head")) if again else 0
+        in_forward = self._behind(there_seconds, sharing, gathers=groups)
+        in_backward = self._behind(whole, sharing, gathers=freed, reduces=True)
+        gathers: dict[str, Pass] = {}
+        once = Pass()
+        if layout.pp == 1:
+            forward += in_forward
+            back += in_backward
+        elif again:
+            before = self._behind([], sharing, gathers=groups)
+            in_half = self._behind(half, sharing, gathers=groups)
+            gathers = {"F": in_forward, "B": in_half, "I": before, "W": before}
+            once = self._behind([], sharing, gathers=0, reduces=True)
+        else:
+            once = in_forward + in_backward
         passes = {"F": forward, "B": inputs + weights + back, "I": halves[0] + back, "W": halves[1]}
         return StageTimes(passes, gathers, once)
-
-    # -- FSDP ----
-
-    def _around(
-        self, blocks: list[BlockPasses], sharing: list[Sharing], *, has_head: bool
-    ) -> tuple[dict[str, Pass], dict[str, Pass], Pass]:
-        """What FSDP adds to every pass, to passes that find freed parameters, and once a step.
-
-        A block's parameters are gathered while the block before computes, its gradients reduced
-        while the next one does (FSDP2's implicit prefetch): what takes longer than that is waited
-        for, and so are the first gather and the last reduction. Before either half of a split
-        backward the whole stage is gathered (parallelism/pipeline.py). The head comes last in
-        ``sharing``.
-        """
-        layout = self.layout
-        again = layout.reshards_after_forward
-        groups = len(sharing)
-        freed = groups - (has_head and not layout.frees("head")) if again else 0
-        there = [block.forward.seconds for block in blocks]
-        back = [block.recompute.seconds + block.inputs.seconds for block in blocks]
-        whole = [inputs + block.weights.seconds for inputs, block in zip(back, blocks, strict=True)]
-        forward = self._behind(there, sharing, gathers=groups)
-        backward = self._behind(whole, sharing, gathers=freed, reduces=True)
-        nothing = {"F": Pass(), "B": Pass()}
-        if layout.pp == 1:
-            return {"F": forward, "B": backward}, {}, Pass()
-        if not again:
-            return nothing, {}, forward + backward
-        before = self._behind([], sharing, gathers=groups)
-        in_backward = self._behind(back, sharing, gathers=groups)
-        gathers = {"F": forward, "B": in_backward, "I": before, "W": before}
-        return nothing, gathers, self._behind([], sharing, gathers=0, reduces=True)
 
     def _behind(
         self,
@@ -177,9 +173,9 @@ class StepModel:
         if not update.sent:
             return Pass(computing + iterating)
         axes = ("dp_replicate", "dp_shard", "cp", "tp")
-        group = group_of(job, self.machine.ranks_per_node, *axes)
-        size = update.sent * group.ranks / (group.ranks - 1)
-        exchange = Collective.on(self.machine, "optimizer", "all_to_all", group, size)
+        ranks = job.world_size // self.layout.pp
+        size = update.sent * ranks / (ranks - 1)
+        exchange = collective_of(job, self.machine, "optimizer", "all_to_all", size, *axes)
         exposed = max(0.0, exchange.seconds - iterating)
         return Pass(computing + iterating, (replace(exchange, exposed=exposed),))
 
@@ -194,65 +190,55 @@ class StepModel:
     @property
     def _send(self) -> Collective:
         size = self.worker.stream_rows * self.job.model.dim * self.worker.value_bytes
-        neighbours = group_of(self.job, self.machine.ranks_per_node, "pp").pair
-        return replace(Collective.on(self.machine, "pp", "send", neighbours, size), exposed=0.0)
+        return replace(collective_of(self.job, self.machine, "pp", "send", size), exposed=0.0)
 
     def speed(self) -> tuple[Speed, list[Traffic]]:
         """The step's time and its parts, and the traffic of the slowest rank."""
         job = self.job
         sending = 0.0 if self.layout.pp == 1 else self._send.seconds
-        equal = set(map(self._which, chain.from_iterable(self.order)))
-        seconds = {which: self._pass(*which).seconds for which in equal}
-        timeline = simulate(self.order, lambda action: seconds[self._which(action)], sending)
+        seconds = cache(lambda *which: self._pass(*which).seconds)
+        timeline = simulate(self.order, lambda action: seconds(*self._which(action)), sending)
         makespan = max(actions[-1].end for actions in timeline)
-        ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
-        slowest = max(ranks, key=lambda rank: sum(rank[0].values()) - rank[0]["bubble"])
-        parts, collectives = slowest
-        step = sum(parts.values())
+        ranks = [self._rank(rank, makespan)[0] for rank in range(len(timeline))]
+        busy = [sum(parts.values()) - parts["bubble"] for parts in ranks]
+        slowest = busy.index(max(busy))
+        step = sum(ranks[slowest].values())
         rate = job.global_batch_size * job.training.seq_len / step / job.world_size
         peak = self.machine.device.peak_flops.get(job.precision.param_dtype)
         share = mfu(rate, account(job.model, job.training.seq_len).flops_per_token_full, peak)
-        speed = Speed(step, parts, rate, share, timeline if self.layout.pp > 1 else [])
-        return speed, self._traffic(collectives)
-
-    def traffic(self, rank: int) -> list[Traffic]:
-        """The traffic of one pipeline rank."""
-        return self._traffic(self._rank(rank, 0.0)[1])
+        shown = timeline if self.layout.pp > 1 else []
+        return Speed(step, ranks[slowest], rate, share, shown), self.traffic(slowest)
 
     def _rank(
         self, rank: int, makespan: float
     ) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
         """Parts of the step time of one pipeline rank, and its collectives with their counts."""
         own = stages_of_rank(self.layout, self.job.model.n_layers, rank)
-        passes = self.job.accumulation_steps
+        times = self.job.accumulation_steps
+        passes = Counter(map(self._which, self.order[rank]))
+        work = [(self._pass(*which), count * times) for which, count in passes.items()]
         parts = dict.fromkeys(PARTS, 0.0)
-        collectives = list[tuple[Collective, int]]()
-
-        def add(one: Pass, times: int) -> None:
-            parts["compute"] += one.compute * times
-            for item in one.collectives:
-                parts[item.axis] += item.exposed * times
-                collectives.append((item, times))
-
-        for which, count in Counter(map(self._which, self.order[rank])).items():
-            add(self._pass(*which), count * passes)
-        parts["bubble"] = makespan * passes - sum(parts.values())
-        for stage in own:
-            add(self.stages[stage].once, passes)
+        parts["bubble"] = makespan * times - sum(one.seconds * count for one, count in work)
+        work += [(self.stages[stage].once, times) for stage in own]
         update = self._update(rank)
+        collectives = [(item, 1) for item in update.collectives]
         parts["optimizer"] = update.seconds
-        collectives += [(item, 1) for item in update.collectives]
+        for one, count in work:
+            parts["compute"] += one.compute * count
+            for item in one.collectives:
+                parts[item.axis] += item.exposed * count
+                collectives.append((item, count))
         # Activations to the next stage and gradients to the previous one, unless it is on this rank.
         neighbours = [each for stage in own for each in (stage - 1, stage + 1) if each not in own]
         sends = sum(each in range(len(self.stages)) for each in neighbours)
         if sends:
-            collectives.append((self._send, sends * self.job.microbatches * passes))
+            collectives.append((self._send, sends * self.job.microbatches * times))
         return parts, collectives
 
-    def _traffic(self, collectives: list[tuple[Collective, int]]) -> list[Traffic]:
-        """Add up collectives of the same axis, kind and group."""
+    def traffic(self, rank: int) -> list[Traffic]:
+        """The traffic of one pipeline rank: collectives of the same axis, kind and group together."""
         alike: dict[tuple[str, str, Group], list[tuple[Collective, int]]] = defaultdict(list)
-        for item, times in collectives:
+        for item, times in self._rank(rank, 0.0)[1]:
             alike[item.axis, item.collective, item.group].append((item, times))
         traffic = []
         for (axis, collective, group), own in alike.items():
