@@ -11,26 +11,27 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.contrib.flux.config import PATCH, block_modules, flux_of, is_double, rows_of
-from harness.tools.plan.costs import Costs
-
-if TYPE_CHECKING:
-    from harness.config.job import Job
-    from harness.contrib.flux.objective import ImageBatch
-
 from harness.config.model import ModelConfig
+from harness.contrib.flux.config import PATCH, block_modules, flux_of, is_double, rows_of
 from harness.model.spec import Split, TensorSpec
 from harness.tools.plan.activations import (
+    INNER,
     LSE,
-    ActivationSplit,
+    PARTIAL,
+    STREAM,
+    WHOLE,
     PartActivations,
     SavedBy,
     SavedTensor,
     norm_activations,
 )
-from harness.tools.plan.costs import AttentionCost, Operations
+from harness.tools.plan.costs import AttentionCost, Costs, Operations
 
-_CUTS = {Split.COLUMN: ActivationSplit.INNER, Split.ROW: ActivationSplit.PARTIAL}
+if TYPE_CHECKING:
+    from harness.config.job import Job
+    from harness.contrib.flux.objective import ImageBatch
+
+_CUTS = {Split.COLUMN: INNER, Split.ROW: PARTIAL}
 
 
 # Linears of a block in the order of computation.
@@ -68,41 +69,38 @@ class FluxCosts(Costs):
         dim = model.dim
         hidden = model.ffn_hidden_dim
         heads = model.n_heads
-        inner = ActivationSplit.INNER
-        whole = ActivationSplit.WHOLE
-        stream = ActivationSplit.STREAM
-        attended = (SavedTensor("attended", dim, inner), SavedTensor(LSE, heads, inner, "float32"))
+        attended = (SavedTensor("attended", dim, INNER), SavedTensor(LSE, heads, INNER, "float32"))
         attention = (
             *_modulated("attention", dim),
-            *norm_activations("q_norm", model.head_width, inner, heads),
-            *norm_activations("k_norm", model.head_width, inner, heads),
-            *(SavedTensor(name, dim, inner) for name in ("q", "k", "v")),
+            *norm_activations("q_norm", model.head_width, INNER, heads),
+            *norm_activations("k_norm", model.head_width, INNER, heads),
+            *(SavedTensor(name, dim, INNER) for name in ("q", "k", "v")),
             *attended,
         )
         feed_forward = (
-            SavedTensor("mlp.w1", hidden, inner),
-            SavedTensor("mlp.gelu", hidden, inner),
+            SavedTensor("mlp.w1", hidden, INNER),
+            SavedTensor("mlp.gelu", hidden, INNER),
         )
-        grads = SavedTensor("grads of the hidden features", 2 * hidden, inner)
-        of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, inner)
-        gradient = SavedTensor("grad", dim, stream)
-        region = SavedTensor("grad of the region's input", dim, whole)
+        grads = SavedTensor("grads of the hidden features", 2 * hidden, INNER)
+        of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, INNER)
+        gradient = SavedTensor("grad", dim, STREAM)
+        region = SavedTensor("grad of the region's input", dim, WHOLE)
         if is_double(model, layer):
-            first = (*attention, SavedTensor("wo.out", dim, stream))
+            first = (*attention, SavedTensor("wo.out", dim, STREAM))
             kept = (
                 *first,
                 *_modulated("mlp", dim),
                 *feed_forward,
-                SavedTensor("w2.out", dim, stream),
+                SavedTensor("w2.out", dim, STREAM),
             )
         else:
             first = attention
-            kept = (*attention, *feed_forward, SavedTensor("sum of both", dim, stream))
+            kept = (*attention, *feed_forward, SavedTensor("sum of both", dim, STREAM))
         return PartActivations(
             kept=kept,
             products=tuple(self._products(model, layer, seq_len)),
             always_saved=attended,
-            forward=(SavedTensor("stream", dim, stream), region, *feed_forward),
+            forward=(SavedTensor("stream", dim, STREAM), region, *feed_forward),
             backward=(gradient, gradient, region, grads),
             late_backward=(*first, of_attention, gradient, gradient, region),
         )
@@ -112,14 +110,14 @@ class FluxCosts(Costs):
         flux = flux_of(model)
         text = flux.text_length / max(1, seq_len)
         width = text * flux.context_dim + (1 - text) * flux.token_width
-        return PartActivations(kept=(SavedTensor("tokens", width, ActivationSplit.STREAM),))
+        return PartActivations(kept=(SavedTensor("tokens", width, STREAM),))
 
     def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
         """The final modulation of the picture's tokens, without the prediction."""
         width = model.dim * (1 - flux_of(model).text_length / max(1, seq_len))
         return PartActivations(
             kept=_modulated("final", width),
-            backward=(SavedTensor("grad of the output's input", width, ActivationSplit.WHOLE),),
+            backward=(SavedTensor("grad of the output's input", width, WHOLE),),
         )
 
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
@@ -183,17 +181,17 @@ class FluxCosts(Costs):
             # A single-stream block keeps this result in any case: gelu saves its input.
             kept = "mlp.w1" if name == "mlp.w1" else f"product {name}"
             width = tensor.outputs * self.row_share(model, tensor, seq_len)
-            yield SavedTensor(kept, width, _CUTS.get(tensor.split, ActivationSplit.WHOLE))
+            yield SavedTensor(kept, width, _CUTS.get(tensor.split, WHOLE))
 
 
 def _modulated(name: str, width: float) -> tuple[SavedTensor, ...]:
     """LayerNorm without weights, scaled and shifted: its input and statistics, the normed stream, the result
     that linears take."""
     return (
-        SavedTensor(f"{name}.in", width, ActivationSplit.STREAM),
-        SavedTensor(f"{name}.mean and rstd", 2, ActivationSplit.STREAM, "float32"),
-        SavedTensor(f"{name}.normed", width, ActivationSplit.STREAM, by=SavedBy.EAGER),
-        SavedTensor(f"{name}.out", width, ActivationSplit.WHOLE),
+        SavedTensor(f"{name}.in", width, STREAM),
+        SavedTensor(f"{name}.mean and rstd", 2, STREAM, "float32"),
+        SavedTensor(f"{name}.normed", width, STREAM, by=SavedBy.EAGER),
+        SavedTensor(f"{name}.out", width, WHOLE),
     )
 
 

@@ -45,9 +45,19 @@ def collective_of(
     """A collective that nothing hides, over ``axis`` or some axes of a mesh."""
     group = group_of(job, machine.ranks_per_node, *(mesh or [axis]))
     if kind == "send":
-        group = group.pair
+        group = Group(2, min(2, group.per_node))
     seconds = machine.collective_seconds(kind, size, group)
     return Collective(axis, kind, group, size, seconds, seconds)
+
+
+def hidden(
+    collectives: Iterable[Collective], seconds: float, lost: float = 0.0
+) -> tuple[Collective, ...]:
+    """Collectives of which ``seconds`` of computing hide as many, but for a fraction ``lost``."""
+    every = tuple(collectives)
+    taken = sum(each.seconds for each in every)
+    share = 1 - min(1.0, seconds / taken) * (1 - lost) if taken else 0.0
+    return tuple(replace(each, exposed=each.seconds * share) for each in every)
 
 
 @dataclass(frozen=True)
@@ -91,9 +101,7 @@ def context_parallel(
 
     def over(kind: str, sizes: Sequence[float], behind: float = 0.0) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
-        every = [collective_of(job, machine, "cp", kind, size) for size in sizes]
-        exposed = max(0.0, 1 - behind / sum(each.seconds for each in every))
-        return tuple(replace(each, exposed=each.seconds * exposed) for each in every)
+        return hidden((collective_of(job, machine, "cp", kind, size) for size in sizes), behind)
 
     if layout.cp_method == "ulysses":
         both = Pass(
@@ -109,11 +117,11 @@ def context_parallel(
 
     # A rank sends as much in an all-to-all as in a hop of a ring.
     hop = keys * cp / (cp - 1)
-    hidden = seconds * (cp - 1) / cp
+    computing = seconds * (cp - 1) / cp
     if layout.cp_rotate_method == "allgather":
-        moved = over("all_gather", [keys * value_bytes * cp], hidden)
+        moved = over("all_gather", [keys * value_bytes * cp], computing)
     else:
-        moved = over("all_to_all", [hop * value_bytes] * (cp - 1), hidden)
+        moved = over("all_to_all", [hop * value_bytes] * (cp - 1), computing)
     gradients = over("all_to_all", [hop * BYTES["float32"]] * cp, seconds * 1.5)
     merging = steps(outputs, RING_CAST, RING_CAST + RING_MERGE) + steps(keys, 0.0, RING_KEYS)
     adding = steps(queries, RING_QUERY, RING_QUERY)

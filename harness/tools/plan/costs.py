@@ -73,9 +73,9 @@ class Costs(ABC):
     ) -> PartActivations:
         """What a block saves for backward, per token, its input included."""
 
-    @abstractmethod
     def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
         """What the modules before the blocks save; an embedding nothing but the batch."""
+        return PartActivations(())
 
     @abstractmethod
     def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
@@ -85,17 +85,17 @@ class Costs(ABC):
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
         """The operations of a block for one token."""
 
-    @abstractmethod
     def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
         """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
+        return 1.0
 
     @abstractmethod
     def outputs(self, model: ModelConfig) -> int:
         """Outputs of the model for a token."""
 
-    @abstractmethod
     def stage_module(self, module: str) -> str:
-        """The name in ``config/stages.py`` of a module outside of the blocks."""
+        """The name in ``config/pipeline.py`` of a module outside of the blocks."""
+        return module
 
     @abstractmethod
     def sample_bytes(self, model: ModelConfig, seq_len: int) -> float:
@@ -117,23 +117,14 @@ class DecoderCosts(Costs):
     ) -> PartActivations:
         return block_costs_of(model).activations(model, layer, on_cpu=on_cpu)
 
-    def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        return PartActivations(())
-
     def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
         return head_activations(model)
 
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
         return block_costs_of(model).operations(model, layer, seq_len)
 
-    def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
-        return 1.0
-
     def outputs(self, model: ModelConfig) -> int:
         return model.vocab_size
-
-    def stage_module(self, module: str) -> str:
-        return module
 
     def sample_bytes(self, model: ModelConfig, seq_len: int) -> float:
         return 2.0 * 8 * seq_len  # inputs and labels, int64
@@ -143,13 +134,10 @@ class DecoderCosts(Costs):
 
         from harness.data.batch import DeviceBatch
 
-        shape = rows, job.training.seq_len
-        batch = DeviceBatch(
-            torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-        )
-        tokens = rows * job.training.seq_len
-        batch.valid_by_source = {0: tokens}
-        batch.counts = tokens, rows
+        zeros = torch.zeros(rows, job.training.seq_len, dtype=torch.int64)
+        batch = DeviceBatch(zeros, zeros.clone())
+        batch.valid_by_source = {0: zeros.numel()}
+        batch.counts = zeros.numel(), rows
         return batch
 
 
@@ -172,8 +160,8 @@ class PreNormCosts(BlockCosts):
         return pre_norm_activations(model, layer, on_cpu=on_cpu)
 
     def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        has_experts = model.has_experts(layer)
         of = model.moe
+        top_k = of.top_k if model.has_experts(layer) else 0
         return Operations(
             tuple(tensor for tensor in block_tensors(model, layer) if tensor.is_matrix),
             AttentionCost(
@@ -185,9 +173,9 @@ class PreNormCosts(BlockCosts):
             ),
             norm_width=2 * model.dim,
             rotated_width=(model.n_heads + model.n_kv_heads) * model.rotated_width,
-            gate_width=(of.shared_hidden_dim if has_experts else model.ffn_hidden_dim),
-            expert_gate_width=of.top_k * of.hidden_dim if has_experts else 0,
-            expert_width=of.top_k * model.dim if has_experts else 0,
+            gate_width=of.shared_hidden_dim if top_k else model.ffn_hidden_dim,
+            expert_gate_width=top_k * of.hidden_dim,
+            expert_width=top_k * model.dim,
         )
 
 

@@ -42,10 +42,6 @@ class Group:
     def nodes(self) -> int:
         return ceil(self.ranks / self.per_node)
 
-    @property
-    def pair(self) -> Group:
-        return Group(2, min(2, self.per_node))
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -62,10 +62,9 @@ def rank_memory(job: Job, software: Software | None = None) -> list[RankMemory]:
 
 def ranks_in_turn(job: Job, software: Software | None) -> Iterator[RankMemory]:
     """Yield the memory of one pipeline rank after another: a search stops at the first that does not fit."""
-    software = software or Software()
-    activations = ActivationBytes(job, repeats_keys=software.repeats_keys)
+    activations = ActivationBytes(job, software)
     for pp_rank in range(job.parallelism.pp):
-        yield RankStep(job, pp_rank, activations, software).memory()
+        yield RankStep(activations, pp_rank).memory()
 
 
 def memory_limit(job: Job, device: Accelerator | None) -> float | None:
@@ -77,15 +76,9 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     if device is None:
         return None
     layout = job.parallelism
-    axes = [
-        layout.pp,
-        layout.dp_replicate,
-        layout.parameter_shards,
-        layout.cp,
-        layout.tp,
-        layout.ep,
-    ]
-    communicators = 1 + sum(degree > 1 for degree in axes) if job.world_size > 1 else 0
+    degrees = layout.degrees | {"dp_shard": layout.parameter_shards, "ep": layout.ep}
+    axes = sum(degree > 1 for degree in degrees.values())
+    communicators = 1 + axes if job.world_size > 1 else 0
     total = device.memory_gib * GIB * HBM_LEFT
     return total - CUDA_CONTEXT - communicators * NCCL_COMMUNICATOR
 
@@ -93,17 +86,15 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
 class RankStep:
     """One pipeline rank's step."""
 
-    def __init__(
-        self, job: Job, pp_rank: int, activations: ActivationBytes, software: Software
-    ) -> None:
-        self.job = job
+    def __init__(self, activations: ActivationBytes, pp_rank: int) -> None:
+        self.job = activations.job
+        self.software = activations.software
         self.pp_rank = pp_rank
-        self.software = software
-        self.parameters = parameters_of(job, pp_rank)
+        self.parameters = parameters_of(self.job, pp_rank)
         self.offloaded = activations.offloads
         self.gradients = 0.0 if self.offloaded else float(self.parameters.parameter_bytes)
         self.stages = {
-            stage: StageMemory(job, held, stage, activations, software.joint_ends)
+            stage: StageMemory(activations, stage, held)
             for stage, held in self.parameters.modules.items()
         }
         resident = sorted(stage.resident for stage in self.stages.values())
@@ -214,11 +205,9 @@ class RankStep:
                 ended.add(number)
         for (number, kind, again), alike in moments.items():
             fullest = heaviest(alike)
-            peaks = self.stages[number].forward
-            if kind != "F":
-                there = again or (later and scatters == reduces)
-                peaks = self.stages[number].backward(there, not reduces)
-            yield from (plus(fullest, peak) for peak in peaks)
+            there = again or (later and scatters == reduces)
+            for peak in self.stages[number].peaks(kind, there, not reduces):
+                yield plus(fullest, peak)
 
     def _rounding(self) -> float:
         """Temporary memory of torch's updates, and of ours: value, means, gradient and root in float32."""

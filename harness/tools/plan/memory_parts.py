@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from harness.config.job import Job
 from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.activations import (
-    ActivationSplit,
+    INNER,
+    PARTIAL,
+    ROUTED,
+    ROUTED_INNER,
+    STREAM,
+    WHOLE,
     PartActivations,
     SavedBy,
     SavedTensor,
     prediction_activations,
 )
+from harness.tools.plan.constants import Software
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import on_cpu
 from harness.tools.plan.parameters import BYTES, Memo
@@ -39,14 +46,14 @@ class PartBytes:
 
 
 class ActivationBytes(Memo):
-    """Converts declared activations into bytes for a job; ``repeats_keys`` is that of ``Software``."""
+    """Converts declared activations into bytes for a job."""
 
-    def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
+    def __init__(self, job: Job, software: Software | None = None) -> None:
         super().__init__()
         self.job = job
         self.cpu = on_cpu(job)
         layout = job.parallelism
-        self.repeats_keys = repeats_keys
+        self.software = software or Software()
         self.offloads = layout.cpu_offload and not self.cpu
         """Whether shards, their gradients and the optimizer's state are in the host's memory."""
         self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
@@ -54,12 +61,12 @@ class ActivationBytes(Memo):
         stream = layout.tp if layout.uses_sequence_parallel else 1
         routed = 1 if layout.splits_experts else stream
         self.degree = {
-            ActivationSplit.STREAM: stream,
-            ActivationSplit.WHOLE: 1,
-            ActivationSplit.PARTIAL: 1,
-            ActivationSplit.INNER: layout.tp,
-            ActivationSplit.ROUTED: routed,
-            ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
+            STREAM: stream,
+            WHOLE: 1,
+            PARTIAL: 1,
+            INNER: layout.tp,
+            ROUTED: routed,
+            ROUTED_INNER: layout.tp if layout.splits_experts else routed,
         }
         self.costs = costs_of(job.model)
         # Blocks that are compiled in pieces save the same tensors.
@@ -74,8 +81,8 @@ class ActivationBytes(Memo):
         }
         """Bytes per value of each format of ``SavedTensor``."""
         dim = job.model.dim
-        self.stream = self.bytes_of(SavedTensor("stream", dim, ActivationSplit.STREAM))
-        self.summand = self.bytes_of(SavedTensor("stream", dim, ActivationSplit.PARTIAL))
+        self.stream = self.bytes_of(SavedTensor("stream", dim, STREAM))
+        self.summand = self.bytes_of(SavedTensor("stream", dim, PARTIAL))
         in_float8 = job.precision.enable_fsdp_float8_all_gather
         self.gathered_in_float8 = frozenset(
             sort_linears(job.model, job.precision).converted if in_float8 else ()
@@ -84,12 +91,10 @@ class ActivationBytes(Memo):
 
     def total(self, tensors: Iterable[SavedTensor], *, in_block: bool = True) -> float:
         """Bytes of those tensors that are saved, per microbatch; only blocks are compiled."""
-        by = {SavedBy.ALL}
-        if not (in_block and self.compiled):
-            by.add(SavedBy.EAGER)
-            if self.cpu:
-                by.add(SavedBy.COMPOSITE_NORM)
-        return sum(self.bytes_of(each) for each in tensors if each.by in by)
+        left_out = set[SavedBy]() if self.cpu else {SavedBy.COMPOSITE_NORM}
+        if in_block and self.compiled:
+            left_out = {SavedBy.EAGER, SavedBy.COMPOSITE_NORM}
+        return sum(self.bytes_of(each) for each in tensors if each.by not in left_out)
 
     def bytes_of(self, tensor: SavedTensor) -> float:
         return self.tokens * tensor.width * self.sizes[tensor.dtype] / self.degree[tensor.cut]
@@ -127,12 +132,12 @@ class ActivationBytes(Memo):
             return 0.0
         queries = model.n_heads * model.head_width
         declared = model.n_kv_heads * (model.head_width + model.value_width)
-        both = 2 * queries if self.repeats_keys else declared
+        both = 2 * queries if self.software.repeats_keys else declared
         copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
         compute = self.sizes["compute"]
         each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
         each += 2 * compute * (both - declared)  # they and their gradients
-        return self.tokens * each / self.degree[ActivationSplit.INNER]
+        return self.tokens * each / self.degree[INNER]
 
     def _without_recomputation(self, declared: PartActivations, layer: int) -> float:
         """Bytes that a block saves where torch's partitioner chooses. With 8-bit products it saves results of
@@ -191,24 +196,25 @@ class ActivationBytes(Memo):
         """Results that a block saves: of attention, of sums and exchanges, and of every n-th product."""
         model = self.job.model
         layout = self.job.parallelism
-        halves = [list(declared.products)]
+        products = declared.products
+        halves = [products]
         if self._in_pieces(layer):
             # Those of the router and of shared experts are inside of compiled pieces.
-            attention = [each for each in declared.products if not each.name.startswith("moe.")]
-            halves = [attention, [each for each in declared.products if each.name in GROUPED]]
-        saved = [*declared.always_saved]
-        for half in halves if nth else ():
-            for product in half[nth - 1 :: nth]:
-                # The compiler drops a summand whose sum is saved.
-                summand = product.cut is ActivationSplit.PARTIAL and layout.tp > 1
-                if not (self.compiled and summand):
-                    saved.append(product)
+            attention = tuple(each for each in products if not each.name.startswith("moe."))
+            halves = [attention, tuple(each for each in products if each.name in GROUPED)]
+        chosen = chain.from_iterable(half[nth - 1 :: nth] for half in halves if nth)
+        # The compiler drops a summand whose sum is saved.
+        sums = self.compiled and layout.tp > 1
+        saved = [
+            *declared.always_saved,
+            *(each for each in chosen if not (sums and each.cut is PARTIAL)),
+        ]
         # Collectives, but not gathers.
         if layout.tp > 1:
-            saved += [SavedTensor("sum", model.dim, ActivationSplit.STREAM)] * 2
+            saved += [SavedTensor("sum", model.dim, STREAM)] * 2
         if layout.ep > 1:
             rows = model.moe.top_k * model.dim
-            saved += [SavedTensor("exchange", rows, ActivationSplit.ROUTED)] * 2
+            saved += [SavedTensor("exchange", rows, ROUTED)] * 2
         return saved
 
     def embedding(self) -> PartBytes:

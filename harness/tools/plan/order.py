@@ -76,15 +76,12 @@ def gathering_passes(actions: Sequence[Action]) -> set[Action]:
 
     A backward pass, and either half of a split one, leaves parameters gathered for the next pass.
     """
-    gathered: set[int] = set()
     found = set()
+    before: dict[int, str] = {}
     for action in actions:
-        if action.stage not in gathered:
+        if before.get(action.stage, "F") == "F":
             found.add(action)
-        if action.kind == "F":
-            gathered.discard(action.stage)
-        else:
-            gathered.add(action.stage)
+        before[action.stage] = action.kind
     return found
 
 

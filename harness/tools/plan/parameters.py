@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import prod
+from math import ceil, prod
 from typing import Any, TypeVar
 
 from harness.config.job import Job
@@ -73,46 +73,48 @@ class Memo:
         return self._known[key]  # type: ignore[no-any-return]
 
 
-class HeldModule(Memo):
+class HeldModule:
     """The parameters and buffers of a module on the fullest rank; equal blocks share it, with the first
     one's names."""
 
     def __init__(
         self, name: str, tensors: tuple[HeldTensor, ...], optimizer: OptimizerConfig
     ) -> None:
-        super().__init__()
         self.name = name
         self.tensors = tensors
-        parameters = [tensor for tensor in tensors if not tensor.spec.is_buffer]
-        self.held = sum(tensor.held_elements for tensor in parameters)
+        self.held = 0
         """Number of parameters in its shards, without buffers."""
         self.largest = max((tensor.held_elements for tensor in tensors), default=0)
-        # The balancing biases of experts: float32, replicated.
-        self.buffer_bytes = sum(
-            4 * tensor.held_elements for tensor in tensors if tensor.spec.is_buffer
-        )
-        # The optimizer's state: tensors like the parameter, and the float32 step of some kinds.
+        self.buffer_bytes = 0
+        """The balancing biases of experts: float32, replicated."""
         self.optimizer_bytes = 0.0
+        """The optimizer's state: tensors like the parameter, and the float32 step of some kinds."""
         self.update_bytes = 0.0
         """Traffic of the optimizer's update, if parameters have 32 bits."""
         self.groups: dict[str, list[HeldTensor]] = {}
         """The parameters by FSDP group."""
         self.exchanged: list[TensorSpec] = []
         """Those whose pieces the optimizer exchanges between ranks."""
-        for tensor in parameters:
+        for tensor in tensors:
+            spec = tensor.spec
+            held = tensor.held_elements
+            if spec.is_buffer:
+                self.buffer_bytes += 4 * held
+                continue
+            self.held += held
             self.groups.setdefault(tensor.group, []).append(tensor)
-            kind = KINDS[kind_of(optimizer, tensor.spec)]
-            self.update_bytes += kind.moved_bytes * tensor.held_elements
+            kind = KINDS[kind_of(optimizer, spec)]
+            self.update_bytes += kind.moved_bytes * held
             if kind.exchanges:
-                self.exchanged.append(tensor.spec)
+                self.exchanged.append(spec)
             if optimizer.state_dtype == EIGHT_BIT:
-                state_bytes = 1 + 4 / BLOCK if in_blocks(tensor.spec.shape) else 4.0
+                value_bytes = 1 + 4 / BLOCK if in_blocks(spec.shape) else 4.0
             else:
-                state_bytes = BYTES[optimizer.state_dtype or "float32"]
-            tensors_of_state = len(kind.state) * state_bytes
+                value_bytes = BYTES[optimizer.state_dtype or "float32"]
+            value_bytes *= len(kind.state)
             if optimizer.ema_decay > 0:
-                tensors_of_state += 4
-            self.optimizer_bytes += tensor.held_elements * tensors_of_state + 4 * kind.counts_steps
+                value_bytes += 4
+            self.optimizer_bytes += held * value_bytes + 4 * kind.counts_steps
 
 
 class RankParameters:
@@ -219,23 +221,18 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
     name = spec.name
     while name not in groups:
         name = name.rpartition(".")[0]
-    group = groups[name]
-    if spec.is_buffer:
-        return HeldTensor(spec, group, prod(spec.shape), spec.shape, 1)
-    shards = layout.parameter_shards
+    shards = 1 if spec.is_buffer else layout.parameter_shards
     dim = 0
-    local = spec.shape
+    local = list(spec.shape)
     if spec.is_expert:
         shards = layout.expert_shards
         dim = layout.expert_shard_dim(spec.experts)
-        local = _cut(local, 0, layout.ep)
+        local[0] //= layout.ep
     if spec.split_dim is not None:
-        local = _cut(local, spec.split_dim, tp_of(layout, spec))
-    return HeldTensor(spec, group, prod(local), _cut(local, dim, shards), shards)
-
-
-def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
-    return (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
+        local[spec.split_dim] = ceil(local[spec.split_dim] / tp_of(layout, spec))
+    gathered = prod(local)
+    local[dim] = ceil(local[dim] / shards)
+    return HeldTensor(spec, groups[name], gathered, tuple(local), shards)
 
 
 def tp_of(layout: ParallelismConfig, tensor: TensorSpec) -> int:

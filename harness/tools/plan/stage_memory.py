@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain, pairwise
 
 from harness.config.job import Job
@@ -80,29 +79,24 @@ class Module:
 class StageMemory(Memo):
     """Memory of the passes of one stage, for one microbatch, on its rank with the most memory.
 
-    ``held`` are its modules by name; ``joint_ends`` is that of ``Software``.
+    ``held`` are its modules by name.
     """
 
     def __init__(
-        self,
-        job: Job,
-        held: Mapping[str, HeldModule],
-        stage: int,
-        activations: ActivationBytes,
-        joint_ends: bool,
+        self, activations: ActivationBytes, stage: int, held: Mapping[str, HeldModule]
     ) -> None:
         super().__init__()
+        job = activations.job
         layout = job.parallelism
         pipelined = layout.pp > 1
         self.job = job
         self.fsdp = job.uses_fsdp
         self.activations = activations
-        self.apart = kinds_apart(job)
         self.has_head = "output" in held
         self.logits = logit_bytes(job, activations) if self.has_head else LogitBytes()
         self.modules = list(self._modules(held))
         # A pipeline has the ends on different ranks.
-        if joint_ends and self.fsdp and not pipelined:
+        if activations.software.joint_ends and self.fsdp and not pipelined:
             self._join_ends()
         modules = self.modules
         self.boundary = activations.stream
@@ -209,15 +203,22 @@ class StageMemory(Memo):
         head = replace(head, gathered=0.0, buffer=0.0, reduced=(), sharded=0.0)
         self.modules = [joint, *blocks, replace(last, freed=False), head]
 
-    def _peaks(self, moments: Iterable[Bytes]) -> list[Bytes]:
-        """The moments with the most bytes: in use, and in the memory that all kinds share."""
-        every = list(moments)
-        return [heaviest(every, "unusable"), heaviest(every, *self.apart)]
+    def peaks(self, kind: str, gradients_there: bool, accumulates: bool) -> list[Bytes]:
+        """The moments of a pass with the most bytes: in use, and in the memory that all kinds share.
 
-    @cached_property
-    def forward(self) -> list[Bytes]:
-        """Peaks of a forward pass, in addition to the memory before it."""
-        return self._peaks(self._forward())
+        A forward pass adds them to the memory before it, a backward pass also has what its
+        microbatch has saved. Gradients of earlier passes are not included: the caller counts them.
+        If the pass ``accumulates``, its gradients stay unsharded.
+        """
+
+        def find() -> list[Bytes]:
+            moments = self._forward()
+            if kind != "F":
+                moments = self._backward(gradients_there, accumulates)
+            every = list(moments)
+            return [heaviest(every, "unusable"), heaviest(every, *kinds_apart(self.job))]
+
+        return self.once((kind == "F", gradients_there, accumulates), find)
 
     def _forward(self) -> Iterator[Bytes]:
         layout = self.job.parallelism
@@ -233,17 +234,6 @@ class StageMemory(Memo):
             if not module.freed:
                 gathered += module.gathered
         yield {"activations": held, "gathered": gathered, "logits": self.logits.forward}
-
-    def backward(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
-        """Peaks of a backward pass, with what its microbatch has saved.
-
-        Gradients of earlier passes are not included: the caller counts them. If the pass
-        ``accumulates``, its gradients stay unsharded.
-        """
-        return self.once(
-            (gradients_there, accumulates),
-            lambda: self._peaks(self._backward(gradients_there, accumulates)),
-        )
 
     def _backward(self, gradients_there: bool, accumulates: bool) -> Iterator[Bytes]:
         precision = self.job.precision

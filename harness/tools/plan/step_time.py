@@ -19,6 +19,7 @@ from harness.tools.plan.collectives import (
     Pass,
     Sharing,
     collective_of,
+    hidden,
     sharing_of,
     sharing_of_block,
 )
@@ -144,11 +145,7 @@ class StepModel:
             if i < gathers:
                 mine = (*shared.gather, *mine)
                 total += Pass(shared.copying)
-            taken = sum(each.seconds for each in mine)
-            hidden = min(taken, room)
-            exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
-            exposing = (replace(each, exposed=each.seconds * exposed) for each in mine)
-            total += Pass(0.0, tuple(exposing))
+            total += Pass(0.0, hidden(mine, room, lost=self.machine.contention))
         return total
 
     # -- a step ----
@@ -176,8 +173,7 @@ class StepModel:
         ranks = job.world_size // self.layout.pp
         size = update.sent * ranks / (ranks - 1)
         exchange = collective_of(job, self.machine, "optimizer", "all_to_all", size, *axes)
-        exposed = max(0.0, exchange.seconds - iterating)
-        return Pass(computing + iterating, (replace(exchange, exposed=exposed),))
+        return Pass(computing + iterating, hidden([exchange], iterating))
 
     def _which(self, action: Action) -> tuple[int, str, bool]:
         """Stage and kind of a pass, and whether it gathers parameters: what its time depends on."""

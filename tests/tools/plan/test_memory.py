@@ -97,9 +97,8 @@ def test_outputs_that_a_pipeline_keeps() -> None:
 def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
     ring = f"{LLAMA_8B} cp=8 training.seq_len=8192 training.local_batch_size=1"
 
-    def late(method: str, *, repeats_keys: bool = False) -> float:
-        job = job_of(f"{ring} {method}")
-        return ActivationBytes(job, repeats_keys=repeats_keys).block(0).late_backward
+    def late(method: str, software: Software | None = None) -> float:
+        return ActivationBytes(job_of(f"{ring} {method}"), software).block(0).late_backward
 
     gathers = late("cp_rotate_method=allgather")
     sends = late("cp_rotate_method=alltoall")
@@ -108,7 +107,7 @@ def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
     of_ring = tokens * (2 * (queries + 4 * both) + 4 * (queries + 3 * both))
     assert sends - late("cp_method=ulysses") == of_ring
     # Four times as many: gathered and sent, the last step's gradients, sums; also before and after the ring.
-    repeated = late("", repeats_keys=True)
+    repeated = late("", Software(repeats_keys=True))
     assert repeated - gathers == 3 * tokens * both * (2 * (8 + 2 + 2) + 4 * 3)
 
 

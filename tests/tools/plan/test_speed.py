@@ -262,9 +262,4 @@ def test_muon_of_two_ranks_by_hand() -> None:
     values = sum(each.size for each in matrices)
     # Both own half of the values, and send a half of those there, and half of their own back.
     assert planned.sent == pytest.approx(4 * values / 2, rel=0.1)
-    flops = 0.0
-    for each in matrices:
-        short, long = sorted(each.shape)
-        flops += 5 * (2 * short * long * short + 2 * short**3 + 2 * short * short * long)
-    assert planned.flops == pytest.approx(flops / 2, rel=0.1)
     assert sum(planned.shapes.values()) == pytest.approx(len(matrices) / 2, abs=len(matrices) / 4)
