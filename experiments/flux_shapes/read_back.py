@@ -192,7 +192,7 @@ def main() -> None:
     others = np.random.default_rng(0).permutation(len(prompts))
     # The reader's own errors: pictures of the rule, of the same size.
     rule = DrawnShapes("validation", len(pictures[0]), seed=1)
-    drawn = [rule.read(number, number) for number in range(len(prompts))]
+    drawn = [rule.sample(number) for number in range(len(prompts))]
     row = {
         "date": date.today().isoformat(),
         "checkpoint": Path(typed.run).name,

@@ -125,4 +125,4 @@ class FluxArchitecture(Architecture):
     def build_part(self, job: Job, modules: Collection[str] | None) -> Flux:
         from harness.contrib.flux.model import Flux
 
-        return Flux(job.model, job.training.seq_len, modules)
+        return Flux(job.model, job.training.seq_len)

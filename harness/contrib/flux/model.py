@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -152,47 +152,33 @@ class Embedder(nn.Module):
 
 
 class Flux(ModelPart):
-    """Flux, or a part of it. See ``ModelPart``."""
+    """Flux. See ``ModelPart``.
 
-    def __init__(
-        self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None
-    ) -> None:
-        """Build the named modules on the current default device.
+    Args:
+        seq_len: tokens of a caption and a square picture.
+    """
 
-        Args:
-            config: the model.
-            seq_len: tokens of a caption and a square picture.
-            modules: stage names as in ``harness.config.pipeline``: tok_embeddings (all before the
-                blocks), layers.<i>, norm and output (all after them); None means all.
-        """
+    def __init__(self, config: ModelConfig, seq_len: int) -> None:
         super().__init__()
         self.flux = flux = flux_of(config)
         dim = config.dim
-        has = (lambda name: True) if modules is None else set(modules).__contains__
         self.config = config
         self.seq_len = seq_len
         # The engine follows the length of batches (set_length); Flux refuses those of other
         # lengths.
         self.job_seq_len = seq_len
         self._share: Tensor | None = None
-        first = has("tok_embeddings")
-        last = has("output")
-        self.img_in = nn.Linear(flux.token_width, dim) if first else None
-        self.txt_in = nn.Linear(flux.context_dim, dim) if first else None
-        self.time_in = Embedder(flux.time_dim, dim) if first else None
-        self.vector_in = Embedder(flux.pooled_dim, dim) if first else None
-        self.guidance_in = Embedder(flux.time_dim, dim) if first and flux.guidance else None
-        self.layers = nn.ModuleDict(
-            {
-                str(i): DoubleBlock(config) if i < flux.double_layers else SingleBlock(config)
-                for i in range(config.n_layers)
-                if has(f"layers.{i}")
-            }
-        )
-        self.final_mod = Modulation(dim, 2 * dim) if last else None
-        self.output = nn.Linear(dim, flux.token_width) if last else None
-        side = math.isqrt(seq_len - flux.text_length)
-        self.grid = side, side
+        self.img_in = nn.Linear(flux.token_width, dim)
+        self.txt_in = nn.Linear(flux.context_dim, dim)
+        self.time_in = Embedder(flux.time_dim, dim)
+        self.vector_in = Embedder(flux.pooled_dim, dim)
+        self.guidance_in = Embedder(flux.time_dim, dim) if flux.guidance else None
+        self.layers = nn.ModuleDict()
+        for layer in range(config.n_layers):
+            block = DoubleBlock if layer < flux.double_layers else SingleBlock
+            self.layers[str(layer)] = block(config)
+        self.final_mod = Modulation(dim, 2 * dim)
+        self.output = nn.Linear(dim, flux.token_width)
         self.rope: Tensor
         self._own_text: Tensor
         self._own_image: Tensor
@@ -200,7 +186,7 @@ class Flux(ModelPart):
 
     @property
     def entries(self) -> list[nn.Module]:
-        return [each for each in (self.img_in, self.txt_in) if each is not None]
+        return [self.img_in, self.txt_in]
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -208,17 +194,9 @@ class Flux(ModelPart):
         return (text, self.seq_len - text)
 
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
-        side = math.isqrt(max(0, length - self.flux.text_length))
         self.seq_len = length
         self._share = positions_T
-        self.grid = (side, side)
         self.materialize_buffers(self.rope.device)
-
-    def set_grid(self, rows: int, columns: int) -> None:
-        """Set the tokens of a picture in each direction; by default it is square."""
-        if self.grid != (rows, columns):
-            self.grid = rows, columns
-            self.materialize_buffers(self.rope.device)
 
     def materialize_buffers(self, device: torch.device) -> None:
         self.rope = self._table(device)
@@ -230,14 +208,15 @@ class Flux(ModelPart):
 
     def _table(self, device: torch.device) -> Tensor:
         """The rotation table [2, T, D] of this rank's positions; those of the caption are not rotated."""
-        table = rotation_table(self.config, self.grid, device)
+        table = rotation_table(self.config, self.seq_len, device)
         return table if self._share is None else table[:, self._share.to(device)]
 
-    def own_tokens(self, text_BLD: Tensor, image_BIP: Tensor) -> tuple[Tensor, Tensor]:
+    def own_tokens(self, text_BLD: Tensor, *images_BIP: Tensor) -> list[Tensor]:
         """This rank's positions of the tokens of captions and pictures."""
         if self._share is None:
-            return text_BLD, image_BIP
-        return text_BLD.index_select(1, self._own_text), image_BIP.index_select(1, self._own_image)
+            return [text_BLD, *images_BIP]
+        own = [image_BIP.index_select(1, self._own_image) for image_BIP in images_BIP]
+        return [text_BLD.index_select(1, self._own_text), *own]
 
     def forward(
         self,
@@ -259,9 +238,6 @@ class Flux(ModelPart):
         Returns:
             [B, I, P], in the format of the parameters.
         """
-        assert self.time_in is not None and self.vector_in is not None
-        assert self.img_in is not None and self.txt_in is not None
-        assert self.final_mod is not None and self.output is not None
         # What modulates all blocks: time, guidance and caption.
         width = self.flux.time_dim
         dtype = self.img_in.weight.dtype
@@ -287,10 +263,9 @@ class Flux(ModelPart):
         if pieces == 1:
             return self.rope
         text = self.rope.shape[1] * self.flux.text_length // self.seq_len
-        parts = [
-            part.unflatten(1, (pieces, -1)) for part in (self.rope[:, :text], self.rope[:, text:])
-        ]
-        return torch.cat(parts, dim=2).flatten(1, 2)
+        caption = self.rope[:, :text].unflatten(1, (pieces, -1))
+        picture = self.rope[:, text:].unflatten(1, (pieces, -1))
+        return torch.cat((caption, picture), dim=2).flatten(1, 2)
 
 
 def modulate(x_BTC: Tensor, modulation: Sequence[Tensor], eps: float) -> Tensor:
@@ -307,18 +282,19 @@ def sinusoids(values_B: Tensor, width: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def rotation_table(config: ModelConfig, grid: tuple[int, int], device: torch.device) -> Tensor:
-    """The rotation table [2, L + I, D] for a picture of ``grid`` tokens (rows, columns).
+def rotation_table(config: ModelConfig, seq_len: int, device: torch.device) -> Tensor:
+    """The rotation table [2, L + I, D] for a caption and a square picture.
 
     A position has three numbers, each of which rotates its own part of a head: 0, row and column;
     all are 0 in a caption.
     """
-    (rows, columns) = grid
     flux = flux_of(config)
-    index = torch.arange(rows * columns, device=device)
-    positions = torch.zeros(flux.text_length + len(index), 3, dtype=torch.float64, device=device)
-    positions[flux.text_length :, 1] = (index // columns).double()
-    positions[flux.text_length :, 2] = (index % columns).double()
+    text = flux.text_length
+    index = torch.arange(max(0, seq_len - text), device=device)
+    side = max(1, math.isqrt(len(index)))
+    positions = torch.zeros(seq_len, 3, dtype=torch.float64, device=device)
+    positions[text:, 1] = (index // side).double()
+    positions[text:, 2] = (index % side).double()
     angles = []
     for axis, width in enumerate(flux.axes_dims):
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
@@ -329,12 +305,10 @@ def rotation_table(config: ModelConfig, grid: tuple[int, int], device: torch.dev
 
 def pack(latents_BCHW: Tensor) -> Tensor:
     """Make tokens [B, I, P] of latents: 2 x 2 neighbours are one token."""
-    B, C, H, W = latents_BCHW.shape
-    split = latents_BCHW.view(B, C, H // PATCH, PATCH, W // PATCH, PATCH)
-    return split.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, C * PATCH**2)
+    return F.pixel_unshuffle(latents_BCHW, PATCH).flatten(2).mT.contiguous()
 
 
-def unpack(tokens_BIP: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Make latents [B, C, H, W] of tokens; ``grid`` has their rows and columns."""
-    split = tokens_BIP.unflatten(1, grid).unflatten(-1, (-1, PATCH, PATCH))
-    return split.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+def unpack(tokens_BIP: Tensor) -> Tensor:
+    """Make latents [B, C, H, W] of the tokens of square pictures."""
+    side = math.isqrt(tokens_BIP.shape[1])
+    return F.pixel_shuffle(tokens_BIP.mT.unflatten(2, (side, side)), PATCH)

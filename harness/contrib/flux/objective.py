@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.contrib.flux.config import PATCH, FlowConfig, flow_of, flux_of
+from harness.contrib.flux.config import FlowConfig, flow_of, flux_of
 from harness.contrib.flux.model import Flux, pack
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import Loss
@@ -97,9 +97,9 @@ class FlowExecutor:
 
     def forward_backward(self, batch: ImageBatch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
-        self._prepare(batch)
+        self._check(batch)
         with annotated("forward.head"):
-            loss = self._loss(training_flow(batch, self.config, self.seed))
+            loss = self._loss(batch, training_flow(batch, self.config, self.seed))
         with annotated("backward.head"):
             loss.backward()
         return loss.detach().unsqueeze(0)
@@ -107,37 +107,31 @@ class FlowExecutor:
     @torch.no_grad()
     def forward(self, batch: ImageBatch) -> Tensor:
         """Return the loss at fixed times (``validation_flow``)."""
-        self._prepare(batch)
-        return self._loss(validation_flow(batch, self.seed))
+        self._check(batch)
+        return self._loss(batch, validation_flow(batch, self.seed))
 
     def score(self, batch: ImageBatch) -> Tensor:
         raise AssertionError("pictures have no probabilities: the job was not refused")
 
-    def _prepare(self, batch: ImageBatch) -> None:
-        """Set the grid of the pictures."""
+    def _check(self, batch: ImageBatch) -> None:
         flux = self.part.flux
-        rows, columns = (size // PATCH for size in batch.mean_BCHW.shape[2:])
-        text, width = batch.text_BLD.shape[1:]
-        sizes = (
-            ("training.seq_len", self.part.job_seq_len, text + rows * columns),
-            ("model.options.text_length", flux.text_length, text),
+        for name, own, found in (
+            ("model.options.text_length", flux.text_length, batch.text_BLD.shape[1]),
             ("model.options.latent_channels", flux.latent_channels, batch.mean_BCHW.shape[1]),
-            ("model.options.context_dim", flux.context_dim, width),
+            ("model.options.context_dim", flux.context_dim, batch.text_BLD.shape[2]),
             ("model.options.pooled_dim", flux.pooled_dim, batch.pooled_BP.shape[1]),
-        )
-        if differing := [each for each in sizes if each[1] != each[2]]:
-            rules = "; ".join(
-                f"{name} is {own}, and the data has {found}" for name, own, found in differing
-            )
-            works = " ".join(f"{name}={found}" for name, _, found in differing)
-            raise DataError(f"{rules}; would work: {works}")
-        self.part.set_grid(rows, columns)
+            ("training.seq_len", self.part.job_seq_len, batch.shape[1]),
+        ):
+            if own != found:
+                rule = f"{name} is {own}, and the data has {found}"
+                raise DataError(f"{rule}; would work: {name}={found}")
 
-    def _loss(self, flow: Flow) -> Tensor:
-        text_BLD, noisy_BIP = self.part.own_tokens(flow.text_BLD, flow.noisy_BIP)
-        _, target_BIP = self.part.own_tokens(flow.text_BLD, flow.target_BIP)
+    def _loss(self, batch: ImageBatch, flow: Flow) -> Tensor:
+        text_BLD, noisy_BIP, target_BIP = self.part.own_tokens(
+            batch.text_BLD, flow.noisy_BIP, flow.target_BIP
+        )
         guidance_B = None if self.guidance is None else torch.full_like(flow.times_B, self.guidance)
-        predicted = self.part(noisy_BIP, text_BLD, flow.pooled_BP, flow.times_B, guidance_B)
+        predicted = self.part(noisy_BIP, text_BLD, batch.pooled_BP, flow.times_B, guidance_B)
         return self.loss(predicted, target_BIP)
 
 
@@ -148,11 +142,9 @@ SHIFT_TOKENS = 256, 4096
 
 
 class Flow(NamedTuple):
-    """The inputs of a pass, and what it should predict."""
+    """Noisy pictures and their times, and what should be predicted of them."""
 
     noisy_BIP: Tensor
-    text_BLD: Tensor
-    pooled_BP: Tensor
     times_B: Tensor
     target_BIP: Tensor
 
@@ -167,7 +159,7 @@ def training_flow(batch: ImageBatch, config: FlowConfig, seed: int) -> Flow:
     times_B = (config.time_mean + config.time_std * times_B).sigmoid()
     factor = math.exp(shift_of(config, batch.image_tokens))
     times_B = factor * times_B / (1 + (factor - 1) * times_B)
-    return _mixed(batch, latents, times_B, _normals("noise", numbers, latents, seed))
+    return _mixed(latents, times_B, _normals("noise", numbers, latents, seed))
 
 
 def validation_flow(batch: ImageBatch, seed: int) -> Flow:
@@ -176,7 +168,7 @@ def validation_flow(batch: ImageBatch, seed: int) -> Flow:
     numbers = batch.numbers_B
     times_B = (numbers % VALIDATION_TIMES + 0.5).float() / VALIDATION_TIMES
     noise = _normals("validation noise", numbers.tolist(), latents, seed)
-    return _mixed(batch, latents, times_B.to(latents.device, non_blocking=True), noise)
+    return _mixed(latents, times_B.to(latents.device, non_blocking=True), noise)
 
 
 def shift_of(config: FlowConfig, image_tokens: int) -> float:
@@ -186,10 +178,10 @@ def shift_of(config: FlowConfig, image_tokens: int) -> float:
     return config.base_shift + slope * (image_tokens - few)
 
 
-def _mixed(batch: ImageBatch, latents: Tensor, times_B: Tensor, noise: Tensor) -> Flow:
+def _mixed(latents: Tensor, times_B: Tensor, noise: Tensor) -> Flow:
     share = times_B[:, None, None, None]
     noisy = (1 - share) * latents + share * noise
-    return Flow(pack(noisy), batch.text_BLD, batch.pooled_BP, times_B, pack(noise - latents))
+    return Flow(pack(noisy), times_B, pack(noise - latents))
 
 
 def _normals(purpose: str, numbers: list[int], like: Tensor, seed: int) -> Tensor:

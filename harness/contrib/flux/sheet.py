@@ -7,13 +7,13 @@ from operator import itemgetter
 
 import numpy as np
 
-from harness.contrib.flux.config import flow_of, flux_of, sheet_of
+from harness.contrib.flux.config import SamplingConfig, flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
 from harness.contrib.flux.objective import ImageBatch
-from harness.contrib.flux.pictures.config import encoders_of
+from harness.contrib.flux.pictures.config import pictures_of
 from harness.contrib.flux.pictures.encoders import Embeddings, as_bytes, build_autoencoder
 from harness.contrib.flux.pictures.loader import PictureLoader
-from harness.contrib.flux.sampling import LatentSampler, Sampling, noise_of, write_sheet
+from harness.contrib.flux.sampling import noise_of, sample_latents, write_sheet
 from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
 
@@ -31,14 +31,14 @@ class SampleSheet(Periodic):
         super().__init__(run, run.job.validation.interval)
         job = run.job
         self._folder = run.folder / FOLDER
-        self._autoencoder = build_autoencoder(encoders_of(job.data), run.engine.device)
+        self._autoencoder = build_autoencoder(pictures_of(job.data), run.engine.device)
         channels = self._autoencoder.channels
         wanted = flux_of(job.model).latent_channels
         if channels != wanted:
             rule = f"its latents have {channels} channels, and model.options.latent_channels is {wanted}"
             works = "the autoencoder that made the latents, or validation.options.pictures=0"
             raise ConfigError(
-                "data.options.autoencoder", encoders_of(job.data).autoencoder, rule, works
+                "data.options.autoencoder", pictures_of(job.data).autoencoder, rule, works
             )
 
     def act(self, step: int) -> Row:
@@ -57,11 +57,10 @@ class SampleSheet(Periodic):
         numbers = batch.numbers_B[:rows].tolist()
         noise = noise_of(job.training.seed, numbers, batch.mean_BCHW.shape[1:], engine.device)
         captions = Embeddings(batch.text_BLD[:rows], batch.pooled_BP[:rows])
-        settings = Sampling(sheet.picture_steps, flow.guidance)
+        settings = SamplingConfig(steps=sheet.picture_steps, guidance=flow.guidance)
         part = engine.parts[0]
         assert isinstance(part, Flux)
-        sampler = LatentSampler(part, mesh, flow)
-        latents = sampler.sample(noise, captions, None, settings)
+        latents = sample_latents(part, mesh, flow, settings, noise, captions)
         own: list[tuple[int, str, np.ndarray]] = []
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:
             pictures = as_bytes(self._autoencoder.decode(latents))

@@ -17,17 +17,18 @@ from harness.config.data import DataConfig
 from harness.config.training import Sizes
 from harness.contrib.flux.encode.verb import EncodeJob, encode
 from harness.contrib.flux.encode.writer import LatentWriter
-from harness.contrib.flux.pictures.config import encoders_of
-from harness.contrib.flux.pictures.encoders import build_encoders
+from harness.contrib.flux.pictures.config import pictures_of
+from harness.contrib.flux.pictures.encoders import build_autoencoder, build_text_encoder
 from harness.contrib.flux.pictures.loader import (
-    CaptionDropout,
-    EncodedLoader,
     EncodingLoader,
     LatentSamples,
+    PictureLoader,
+    Reading,
     check_files,
     read_manifest,
 )
-from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
+from harness.contrib.flux.pictures.sources import open_pictures
+from harness.data.samples import EpochOrder
 from harness.util.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -53,19 +54,26 @@ def run(*typed: str) -> Any:
     return encode(job_of(*typed), [*typed])
 
 
-def loaders(
-    folder: Path, data: DataConfig, dropout: CaptionDropout
-) -> tuple[EncodedLoader, EncodingLoader]:
-    """The loader of encoded pictures, and one that encodes the same pictures."""
-    rows, sizes = range(2, 6), Sizes(8, 1)
-    source = open_pictures(data, "train", seed=42)
-    source.num = 20  # as many as were encoded
-    pictures = RawSamples(source, seed=3, shuffle=True, skips=False)
-    encoders = build_encoders(encoders_of(data), CPU)
-    return (
-        EncodedLoader(LatentSamples(folder, "train", seed=3, shuffle=True), rows, sizes, dropout),
-        EncodingLoader(pictures, encoders, rows, sizes, dropout, runs_in_loop=False),
-    )
+def encoding(data: DataConfig, pictures: Any, reading: Reading) -> EncodingLoader:
+    options = pictures_of(data)
+    encoders = build_autoencoder(options, CPU), build_text_encoder(options, CPU)
+    return EncodingLoader(pictures, reading, *encoders, runs_in_loop=False)
+
+
+class Shuffled:
+    """As many drawn pictures as were encoded, in the order of the encoded ones."""
+
+    num_per_epoch = 20
+
+    def __init__(self, data: DataConfig) -> None:
+        self._drawn = open_pictures(data, "train", seed=42)
+        self._order = EpochOrder(20, 3, shuffle=True)
+
+    def sample(self, number: int) -> tuple[np.ndarray, str]:
+        return self._drawn.sample(self._order.at(number))
+
+    def caption(self, number: int) -> str:
+        return self.sample(number)[1]
 
 
 @pytest.mark.parametrize("pretrained", [False, True])
@@ -74,12 +82,13 @@ def test_latents_are_those_of_training(pretrained, tmp_path):
     result = run(*SHAPES, *more, "encode.target=latents")
     counts = {"target": "latents", "train": 20, "validation": 4, "files": 5}
     assert result.data == counts | {"seconds": result.data["seconds"]}
-    encoded, encoding = loaders(
-        Path("latents"), job_of(*SHAPES, *more).data, CaptionDropout(0.4, 5)
-    )
+    data = job_of(*SHAPES, *more).data
+    reading = Reading(range(2, 6), Sizes(8, 1), 0.4, 5)
+    encoded = PictureLoader(LatentSamples(Path("latents"), "train", seed=3, shuffle=True), reading)
+    online = encoding(data, Shuffled(data), reading)
     dropped = 0
     for _ in range(5):  # two epochs
-        found, expected = encoded.next(), encoding.next()
+        found, expected = encoded.next(), online.next()
         assert found.numbers_B.tolist() == expected.numbers_B.tolist()
         assert (found.std_BCHW is None) is (not pretrained)
         for name in ("mean_BCHW", "std_BCHW", "text_BLD", "pooled_BP"):
@@ -87,10 +96,8 @@ def test_latents_are_those_of_training(pretrained, tmp_path):
             if pair[0] is not None:
                 torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)  # batches of other sizes
         captions = [encoded.caption(number) for number in found.numbers_B.tolist()]
-        assert captions == [encoding.caption(number) for number in found.numbers_B.tolist()]
-        with_captions = build_encoders(encoders_of(job_of(*SHAPES, *more).data), CPU).text.encode(
-            captions
-        )
+        assert captions == [online.caption(number) for number in found.numbers_B.tolist()]
+        with_captions = build_text_encoder(pictures_of(data), CPU).encode(captions)
         differs = (found.text_BLD - with_captions.text_BLD).abs() > 1e-4
         dropped += int(differs.flatten(1).any(1).sum())
     assert 2 < dropped < 16, "20 samples, two fifths without a caption"
@@ -155,7 +162,7 @@ def test_order_does_not_depend_on_ranks_and_resumes():
 
     def loader(rows):
         samples = LatentSamples(Path("latents"), "train", seed=1, shuffle=True)
-        return EncodedLoader(samples, rows, Sizes(6, 1), CaptionDropout(0.3, 1))
+        return PictureLoader(samples, Reading(rows, Sizes(6, 1), 0.3, 1))
 
     whole, parts = loader(range(6)), [loader(range(2)), loader(range(2, 6))]
     for step in range(4):
@@ -174,11 +181,10 @@ def test_order_does_not_depend_on_ranks_and_resumes():
 
 def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state():
     data = job_of(*SHAPES).data
-    encoders, dropout = build_encoders(encoders_of(data), CPU), CaptionDropout(0.0, 0)
 
     def loader():
-        source = RawSamples(open_pictures(data, "train", seed=0), seed=0, shuffle=True, skips=False)
-        return EncodingLoader(source, encoders, range(3), Sizes(3, 1), dropout, runs_in_loop=True)
+        reading = Reading(range(3), Sizes(3, 1), 0.0, 0)
+        return encoding(data, open_pictures(data, "train", seed=0), reading)
 
     straight = loader()
     batches = [straight.next() for _ in range(4)]
@@ -205,8 +211,8 @@ def test_damage_is_found():
     with one_line(DataError, r"train-00001.safetensors: does not have the checksum"):
         check_files(folder, read_manifest(folder))
     path.write_bytes(content[:-1])
-    with one_line(DataError, r"bytes instead of"):
-        LatentSamples(folder, "train", seed=0, shuffle=False)
+    with one_line(DataError, r"train-00001.safetensors: does not have \d+ bytes"):
+        check_files(folder, read_manifest(folder))
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("train-00000", "../train-00000"))
     with one_line(DataError, r"manifest\.json is damaged: .*'\.\./train-00000' is no name"):

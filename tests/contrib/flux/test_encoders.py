@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,21 @@ import transformers
 from one_line import one_line
 from tiny_flux import LENGTH, POOLED, WIDTH, save_encoders
 
-from harness.contrib.flux.pictures.config import EncodersConfig
+from harness.config.data import DataConfig
+from harness.contrib.flux.pictures.config import PictureOptions
 from harness.contrib.flux.pictures.encoders import (
     Patches,
     Words,
     as_bytes,
     as_floats,
-    build_encoders,
+    build_autoencoder,
+    build_text_encoder,
     fingerprint_of,
 )
 from harness.util.errors import ConfigError
 
 diffusers = pytest.importorskip("diffusers")
+CPU = torch.device("cpu")
 CAPTIONS = ["a red circle", "", "a blue square above a green circle a a a a a a a"]
 
 
@@ -33,10 +37,10 @@ def folder(tmp_path_factory):
     return save_encoders(tmp_path_factory.mktemp("flux"))
 
 
-def config_of(folder: Path, **changed: Any) -> EncodersConfig:
+def config_of(folder: Path, **changed: Any) -> PictureOptions:
     vae, t5, clip = (str(folder / name) for name in ("vae", "text_encoder_2", "text_encoder"))
-    config = EncodersConfig(
-        vae, text="t5_clip", t5=t5, clip=clip, text_length=LENGTH, dtype="float32"
+    config = PictureOptions(
+        autoencoder=vae, text="t5_clip", t5=t5, clip=clip, text_length=LENGTH, dtype="float32"
     )
     return replace(config, **changed)
 
@@ -55,8 +59,9 @@ def pipeline_of(folder: Path) -> Any:
 
 
 def test_encoders_are_those_of_the_pipeline(folder):
-    encoders, pipeline = build_encoders(config_of(folder), torch.device("cpu")), pipeline_of(folder)
-    found = encoders.text.encode(CAPTIONS)
+    config, pipeline = config_of(folder), pipeline_of(folder)
+    autoencoder = build_autoencoder(config, CPU)
+    found = build_text_encoder(config, CPU).encode(CAPTIONS)
     with torch.no_grad():
         text, pooled, _ = pipeline.encode_prompt(CAPTIONS, CAPTIONS, max_sequence_length=LENGTH)
     assert found.text_BLD.shape == (3, LENGTH, WIDTH) and found.pooled_BP.shape == (3, POOLED)
@@ -64,34 +69,34 @@ def test_encoders_are_those_of_the_pipeline(folder):
     torch.testing.assert_close(found.pooled_BP, pooled)
 
     pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
-    moments, vae = encoders.autoencoder.encode(as_floats(pictures)), pipeline.vae
+    moments, vae = autoencoder.encode(as_floats(pictures)), pipeline.vae
     with torch.no_grad():
         pixels = pipeline.image_processor.preprocess(pictures.astype(np.float32) / 255)
         posterior = vae.encode(pixels).latent_dist
         scaled = [(each - 0.12) * 0.36 for each in (posterior.mean, posterior.mean + posterior.std)]
         decoded = vae.decode(moments.mean_BCHW / 0.36 + 0.12).sample
-    assert moments.std_BCHW is not None and encoders.autoencoder.pixels == 2
+    assert moments.std_BCHW is not None and autoencoder.pixels == 2
     torch.testing.assert_close(moments.mean_BCHW, scaled[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
         moments.mean_BCHW + moments.std_BCHW, scaled[1], rtol=1e-4, atol=1e-5
     )
     shown = pipeline.image_processor.postprocess(decoded, output_type="np")
-    written = as_bytes(encoders.autoencoder.decode(moments.mean_BCHW))
+    written = as_bytes(autoencoder.decode(moments.mean_BCHW))
     assert np.abs(written - shown * 255).max() <= 0.51  # rounded
 
 
 def encoded_shards(folder: str) -> tuple[list[torch.Tensor], int, int]:
     config = config_of(Path(folder))
-    encoders = build_encoders.__wrapped__(config, torch.device("cpu"), shard=True)
-    blocks = encoders.text._models["t5"].encoder.block
+    encoder = build_text_encoder.__wrapped__(config, CPU, shard=True)
+    blocks = encoder._models["t5"].encoder.block
     weights = list(blocks.parameters())
-    embeddings = encoders.text.encode(CAPTIONS)
+    embeddings = encoder.encode(CAPTIONS)
     local = sum(each.to_local().numel() for each in weights)
     return list(embeddings), local, sum(each.numel() for each in weights)
 
 
 def test_ranks_share_the_weights_of_text_encoders(pool, folder):
-    expected = build_encoders(config_of(folder), torch.device("cpu")).text.encode(CAPTIONS)
+    expected = build_text_encoder(config_of(folder), CPU).encode(CAPTIONS)
     for found, local, total in pool.run(2, encoded_shards, str(folder)):
         assert local <= 0.6 * total
         for ours, theirs in zip(found, expected, strict=True):
@@ -118,11 +123,12 @@ def test_encoders_for_debugging():
 
 def test_folders_that_cannot_be_loaded(folder, tmp_path):
     with one_line(ConfigError, r"^data.options.t5=.*: there is no such folder"):
-        build_encoders(config_of(folder, t5=str(tmp_path / "none")), torch.device("cpu"))
+        build_text_encoder(config_of(folder, t5=str(tmp_path / "none")), CPU)
     with one_line(ConfigError, r"^data.options.autoencoder=.*: cannot be loaded"):
-        build_encoders(config_of(folder, autoencoder=str(tmp_path)), torch.device("cpu"))
-    first, second = (
-        fingerprint_of(config_of(folder)),
-        fingerprint_of(config_of(folder, text_length=5)),
-    )
-    assert first != second and first == fingerprint_of(config_of(folder))
+        build_autoencoder(config_of(folder, autoencoder=str(tmp_path)), CPU)
+    shutil.copytree(folder / "vae", tmp_path / "vae")
+    data = DataConfig("latents", {"autoencoder": str(tmp_path / "vae")})
+    before = fingerprint_of(data)
+    assert fingerprint_of(data) == before
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    assert fingerprint_of(data) != before

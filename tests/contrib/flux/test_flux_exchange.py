@@ -94,11 +94,10 @@ def inputs(model: ModelConfig, grid: tuple[int, int], seed: int = 1) -> dict[str
 
 @pytest.mark.parametrize("guidance", [False, True])
 def test_output_and_gradients_equal_diffusers(guidance, tmp_path):
-    model, grid = small(guidance), (2, 8)  # not square
+    model, grid = small(guidance), (4, 4)
     reference = theirs(model)
     reference.save_pretrained(tmp_path)
     part = ours(tmp_path, model)
-    part.set_grid(*grid)
     x = inputs(model, grid)
     guided = x["guidance"] if guidance else None
     expected = reference(
@@ -180,6 +179,6 @@ def test_published_parameters(name):
 
 
 def test_packing_is_the_pipelines():
-    latents = torch.randn(2, 3, 4, 6)
-    packed = diffusers.FluxPipeline._pack_latents(latents, 2, 3, 4, 6)
-    assert pack(latents).equal(packed) and unpack(packed, (2, 3)).equal(latents)
+    latents = torch.randn(2, 3, 4, 4)
+    packed = diffusers.FluxPipeline._pack_latents(latents, 2, 3, 4, 4)
+    assert pack(latents).equal(packed) and unpack(packed).equal(latents)

@@ -24,7 +24,6 @@ from harness.train.objective import loader_of
 from harness.train.setup import process_group
 from harness.util.errors import DataError
 
-GRID = 2, 2
 FIXED = FlowConfig(base_shift=0.0, max_shift=0.0)
 
 
@@ -38,7 +37,7 @@ def batch_of(numbers: list[int], std: float | None = None) -> ImageBatch:
 def test_inputs_and_target_are_on_the_straight_line_from_data_to_noise():
     batch = batch_of([4, 9])
     flow = training_flow(batch, FIXED, seed=1)
-    velocity, noisy = (unpack(each, GRID) for each in (flow.target_BIP, flow.noisy_BIP))
+    velocity, noisy = (unpack(each) for each in (flow.target_BIP, flow.noisy_BIP))
     share = flow.times_B[:, None, None, None]
     torch.testing.assert_close(noisy, batch.mean_BCHW + share * velocity)
     noise = batch.mean_BCHW + velocity

@@ -147,7 +147,7 @@ def test_pictures_have_the_size_of_training():
 
 def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path):
     rule = DrawnShapes("validation", 24, seed=1)
-    drawn = [rule.read(number, number) for number in range(40)]
+    drawn = [rule.sample(number) for number in range(40)]
     assert all(judge(picture, caption).all for picture, caption in drawn)
     shown, captions = zip(*drawn[:9], strict=True)
     write_sheet(tmp_path / "sheet.png", shown, captions)

@@ -12,13 +12,13 @@ from tiny_flux import SMALL
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.contrib.flux.config import FlowConfig, flow_of
+from harness.contrib.flux.config import FlowConfig, SamplingConfig, flow_of
 from harness.contrib.flux.pictures.encoders import Embeddings
-from harness.contrib.flux.sampling import LatentSampler, Sampling, noise_of, without_shift
+from harness.contrib.flux.sampling import noise_of, sample_latents
 from harness.train.engine import Engine
 
 diffusers = pytest.importorskip("diffusers")
-NOISE = (2, 4, 4, 16)  # not square
+NOISE = (2, 4, 8, 8)
 STEPS = 5
 
 
@@ -59,10 +59,10 @@ def test_latents_are_those_of_the_pipeline(guidance, shifted, cfg, tmp_path):
         output_type="latent",
     ).images
     expected = pipeline._unpack_latents(expected, NOISE[2] * 8, NOISE[3] * 8, 8)
-    flow = FlowConfig() if shifted else without_shift(FlowConfig())
     one_rank = SimpleNamespace(size=lambda axis: 1)
-    sampler = LatentSampler(ours(tmp_path, model), one_rank, flow)
-    found = sampler.sample(noise, captions, empty, Sampling(STEPS, 3.5, cfg))
+    settings = SamplingConfig(steps=STEPS, guidance=3.5, cfg=cfg, shift=shifted)
+    part = ours(tmp_path, model)
+    found = sample_latents(part, one_rank, FlowConfig(), settings, noise, captions, empty)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -75,8 +75,8 @@ def sampled(job_json: str) -> list[list[float]]:
     captions = Embeddings(
         torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator)
     )
-    sampler = LatentSampler(engine.parts[0], engine.mesh, flow_of(job))
-    latents = sampler.sample(noise, captions, None, Sampling(3))
+    settings = SamplingConfig(steps=3)
+    latents = sample_latents(engine.parts[0], engine.mesh, flow_of(job), settings, noise, captions)
     assert not any(p.isnan().any() for p in engine.parameters)
     return latents.flatten(1).tolist()
 

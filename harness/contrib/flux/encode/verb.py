@@ -13,7 +13,6 @@ from harness.contrib.flux.pictures.config import pictures_of
 from harness.data.shards import write_here
 from harness.train.process import importing_torch, openmp_environment
 from harness.util.errors import ConfigError
-from harness.util.words import plural
 
 HELP = """`harness encode`: encode pictures with captions, which training reads with `data=latents`.
 
@@ -58,13 +57,9 @@ class EncodeConfig:
         if pictures_of(data).crop == "random":
             rule = "a picture is encoded once, with one crop"
             raise ConfigError("data.options.crop", "random", rule, "data.options.crop=center")
-        if data.kind == "drawn_shapes" and self.samples is None:
-            raise ConfigError(
-                "encode.samples", None, "drawn shapes have no end", "encode.samples=10000"
-            )
-        if data.kind != "drawn_shapes" and self.samples is not None:
-            rule = "is read only with data.kind=drawn_shapes"
-            raise ConfigError("encode.samples", self.samples, rule, "null")
+        if (data.kind == "drawn_shapes") != (self.samples is not None):
+            rule = "is given for data.kind=drawn_shapes, which has no end, and for nothing else"
+            raise ConfigError("encode.samples", self.samples, rule, "10000, or null")
 
 
 @dataclass(frozen=True)
@@ -83,42 +78,34 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     os.environ.update(openmp_environment(job))
     with importing_torch():
         from harness.contrib.flux.encode.writer import LatentWriter
-        from harness.contrib.flux.pictures.loader import LatentManifest, read_manifest
+        from harness.contrib.flux.pictures.loader import read_manifest
     writer = LatentWriter(job)
+    seconds = 0.0
+    if not writer.is_complete:
+        writer.check_target()
+        if job.cluster.kind == "slurm":
+            from harness.launch.shards import submit
 
-    def result(manifest: LatentManifest, title: str, seconds: float = 0.0) -> Result:
-        counts = {split: manifest.count(split) for split in ("train", "validation")}
-        data = {
-            "target": str(writer.target),
-            **counts,
-            "files": len(manifest.files),
-            "seconds": seconds,
-        }
-        shown = "; ".join(
-            f"{split} {plural(count, 'picture')}" for split, count in counts.items() if count
-        )
-        command = f"next: harness train ... data=latents 'data.paths=[{writer.target}]'"
-        return Result(data, f"{title}\n{shown}; files: {len(manifest.files)}\n{command}\n")
-
-    if writer.is_complete:
-        manifest = read_manifest(writer.target)
-        if manifest.key != writer.key:
-            rule = f"has latents of {manifest.source}, with another source, encoder, size or seed"
-            raise ConfigError(
-                "encode.target", job.encode.target, rule, "another folder, or remove this one"
-            )
-        return result(manifest, f"{writer.target} is complete")
-    writer.check_target()
-    if job.cluster.kind == "slurm":
-        from harness.launch.shards import submit
-
-        return submit(job, writer, "harness.contrib.flux.encode.task", job.encode.workers or 1)
-    pictures = 0
-    for shard in range(len(writer.shards)):
-        pictures += sum(unit.nbytes for unit in writer.missing(shard))
-    seconds = write_here(writer, job.encode.workers)
-    rate = f"{pictures:,} pictures in {seconds:.1f} s, {pictures / seconds:.1f} a second"
-    return result(read_manifest(writer.target), f"{writer.target}: {rate}", seconds)
+            return submit(job, writer, "harness.contrib.flux.encode.task", job.encode.workers or 1)
+        seconds = write_here(writer, job.encode.workers)
+    manifest = read_manifest(writer.target)
+    if manifest.key != writer.key:
+        rule = f"has latents of {manifest.source}, with another source, encoder, size or seed"
+        works = "another folder, or remove this one"
+        raise ConfigError("encode.target", job.encode.target, rule, works)
+    data = {
+        "target": str(writer.target),
+        "train": manifest.count("train"),
+        "validation": manifest.count("validation"),
+        "files": len(manifest.files),
+        "seconds": seconds,
+    }
+    text = (
+        f"{writer.target} is complete, after {seconds:.1f} s: {data['train']:,} pictures for training, "
+        f"{data['validation']:,} for validation; files: {len(manifest.files)}\n"
+        f"next: harness train ... data=latents 'data.paths=[{writer.target}]'\n"
+    )
+    return Result(data, text)
 
 
 VERB = Verb("encode", encode, help=HELP, job=EncodeJob, has_json=True, is_alone=True)

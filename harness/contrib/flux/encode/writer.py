@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,32 +20,36 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from harness.contrib.flux.pictures.config import encoders_of, images_of, pictures_of
-from harness.contrib.flux.pictures.encoders import as_floats, build_encoders, fingerprint_of
+from harness.contrib.flux.pictures.config import pictures_of
+from harness.contrib.flux.pictures.encoders import (
+    as_floats,
+    build_autoencoder,
+    build_text_encoder,
+    fingerprint_of,
+)
 from harness.contrib.flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest
-from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures
+from harness.contrib.flux.pictures.sources import open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
 from harness.data.workers import Workers
+from harness.metrics.console import progress
 from harness.train.setup import pick_device
 from harness.util.files import write_atomically
 from harness.util.processes import cpus
 from harness.util.store import file_digest
 
 if TYPE_CHECKING:
-    from harness.contrib.flux.encode.verb import EncodeConfig, EncodeJob
+    from harness.contrib.flux.encode.verb import EncodeJob
 
-SPLITS = ("train", "validation")
-_TENSORS = ("mean", "std", "text", "pooled")
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True)
 class EncodeUnit:
-    """Consecutive pictures of a split."""
+    """Consecutive pictures of a split; ``name`` is that of its files, without extension."""
 
     number: int
     split: str
-    index: int
+    name: str
     begin: int
     end: int
 
@@ -56,13 +58,8 @@ class EncodeUnit:
         """Number of pictures. It stands for the size of the work."""
         return self.end - self.begin
 
-    @property
-    def name(self) -> str:
-        """Name of its files, without extension."""
-        return f"{self.split}-{self.index:05}"
-
     def __str__(self) -> str:
-        return f"{self.split} pictures {self.begin:,} to {self.end:,}"
+        return self.name
 
 
 class LatentWriter(ShardWriter):
@@ -80,42 +77,46 @@ class LatentWriter(ShardWriter):
     noun = "folder of latents"
 
     def __init__(self, job: EncodeJob, device: torch.device | None = None) -> None:
-        assert job.encode.target is not None, "checked by validate"
-        self.target = Path(job.encode.target).expanduser()
+        config = job.encode
+        assert config.target is not None, "checked by validate"
+        self.target = Path(config.target).expanduser()
         self._job = job
-        self._config = job.encode
+        self._options = pictures_of(job.data)
         self._device = device or pick_device(job)
-        self._sources = open_splits(job)
-        self.source_name = self._sources["train"].name
-        counts = {
-            split: count_of(source, job.encode, split) for split, source in self._sources.items()
+        self._fingerprint = fingerprint_of(job.data)
+        drawn = {"train": config.samples}
+        if job.data.holds_out:
+            drawn["validation"] = config.validation_samples
+        self._samples = {
+            split: open_pictures(job.data, split, seed=job.training.seed) for split in drawn
         }
-        self.units = list(_units(counts, job.encode.unit))
-        self.shards = cut_units(self.units, min(job.encode.shards or 1, len(self.units)))
-        self._fingerprint = fingerprint_of(encoders_of(job.data))
+        self.source_name = self._samples["train"].name
+        self.units: list[EncodeUnit] = []
+        for split, samples in self._samples.items():
+            count = samples.num_per_epoch or drawn[split]
+            assert count is not None, "checked by validate"
+            for index, begin in enumerate(range(0, count, config.unit)):
+                end = min(begin + config.unit, count)
+                name = f"{split}-{index:05}"
+                self.units.append(EncodeUnit(len(self.units), split, name, begin, end))
+        self.shards = cut_units(self.units, min(config.shards or 1, len(self.units)))
 
     @property
     def key(self) -> str:
-        sources = {split: source.identity() for split, source in self._sources.items()}
-        content = [
-            FORMAT_VERSION,
-            sources,
-            self._fingerprint,
-            self._job.training.seed,
-            *self.plan.values(),
-        ]
+        pictures = [samples.identity for samples in self._samples.values()]
+        seed = self._job.training.seed
+        content = [FORMAT_VERSION, pictures, self._fingerprint, seed, self.plan]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
     def plan(self) -> dict[str, Any]:
-        data = self._job.data
+        config = self._job.encode
         return {
             "data": self.source_name,
-            "data.options": dataclasses.asdict(images_of(data)),
-            "data.options (encoders)": dataclasses.asdict(encoders_of(data)),
-            "data.validation_fraction": data.validation_fraction,
-            "encode.samples": self._config.samples,
-            "encode.unit": self._config.unit,
+            "data.options": self._job.data.options,
+            "data.validation_fraction": self._job.data.validation_fraction,
+            "encode.samples": config.samples,
+            "encode.unit": config.unit,
             "encode.shards": len(self.shards),
         }
 
@@ -136,13 +137,19 @@ class LatentWriter(ShardWriter):
             units += self.missing(shard)
         gpus = torch.cuda.device_count() if self._device.type == "cuda" else 0
         count = min(workers or gpus or 1, len(units))
-        progress = _Progress(sum(unit.nbytes for unit in units))
-        if count > 1:
-            prepare = partial(_prepare, self._job, self._device.type)
-            Workers(prepare, "encoded", "fewer encode.workers").run(units, count, progress.advance)
-            return
-        for unit in units:
-            self.write_unit(unit, partial(progress.advance, unit))
+        batches = sum(-(-unit.nbytes // self._job.encode.batch_size) for unit in units)
+        with progress(batches, seconds=_SECONDS_BETWEEN_LINES) as show:
+
+            def advance(unit: EncodeUnit, count: int) -> None:
+                show(unit.name)
+
+            if count > 1:
+                prepare = partial(_prepare, self._job, self._device.type)
+                processes = Workers(prepare, "encoded", "fewer encode.workers")
+                processes.run(units, count, advance)
+                return
+            for unit in units:
+                self.write_unit(unit, partial(advance, unit))
 
     def write_unit(self, unit: EncodeUnit, advance: Callable[[int], None]) -> None:
         """Encode a unit into its files.
@@ -151,35 +158,30 @@ class LatentWriter(ShardWriter):
             DataError: a picture cannot be read.
             OSError: the folder is full or not writable.
         """
-        data = self._job.data
-        encoders = build_encoders(encoders_of(data), self._device)
-        samples = RawSamples(
-            self._sources[unit.split],
-            seed=0,
-            shuffle=False,
-            skips=pictures_of(data).on_error == "skip",
-        )
+        autoencoder = build_autoencoder(self._options, self._device)
+        encoder = build_text_encoder(self._options, self._device)
+        step = self._job.encode.batch_size
         parts: list[dict[str, torch.Tensor]] = []
         captions: list[str] = []
         with ThreadPoolExecutor(min(MOST_THREADS, cpus())) as threads:
-            for begin in range(unit.begin, unit.end, self._config.batch_size):
-                numbers = range(begin, min(begin + self._config.batch_size, unit.end))
-                pictures, texts = zip(*threads.map(samples.sample, numbers), strict=True)
-                moments = encoders.autoencoder.encode(as_floats(pictures))
-                values = (*moments, *encoders.text.encode(texts))
-                parts.append(self._stored(**dict(zip(_TENSORS, values, strict=True))))
+            for begin in range(unit.begin, unit.end, step):
+                numbers = range(begin, min(begin + step, unit.end))
+                found = threads.map(self._samples[unit.split].sample, numbers)
+                pictures, texts = zip(*found, strict=True)
+                mean, std = autoencoder.encode(as_floats(pictures))
+                text, pooled = encoder.encode(texts)
+                parts.append(self._stored(mean=mean, std=std, text=text, pooled=pooled))
                 captions += texts
                 advance(len(numbers))
-        rows = {}
-        for name in parts[0]:
-            rows[name] = torch.cat([part[name] for part in parts])
+        rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         path = self.target / f"{unit.name}.safetensors"
         write_atomically(path, save(rows))
         write_atomically(self.target / f"{unit.name}.json", json.dumps(captions).encode())
         if unit.number == 0:
-            empty = encoders.text.encode([""])
-            stored = self._stored(text=empty.text_BLD[0], pooled=empty.pooled_BP[0])
-            write_atomically(self.target / EMPTY, save(stored))
+            text, pooled = encoder.encode([""])
+            write_atomically(
+                self.target / EMPTY, save(self._stored(text=text[0], pooled=pooled[0]))
+            )
         digest = file_digest(path, xxhash.xxh3_64)
         entry = LatentFile(unit.name, unit.split, unit.nbytes, path.stat().st_size, digest)
         write_atomically(self._entry_path(unit), json.dumps(dataclasses.asdict(entry)).encode())
@@ -189,8 +191,8 @@ class LatentWriter(ShardWriter):
 
         Encoders without weights are exact, and their tensors stay float32.
         """
-        encoders = encoders_of(self._job.data)
-        dtype = getattr(torch, encoders.dtype) if encoders.has_weights else torch.float32
+        options = self._options
+        dtype = getattr(torch, options.dtype) if options.has_weights else torch.float32
         return {
             name: tensor.contiguous().to("cpu", dtype)
             for name, tensor in tensors.items()
@@ -202,10 +204,10 @@ class LatentWriter(ShardWriter):
             return None
         manifest = LatentManifest(
             version=FORMAT_VERSION,
-            encoders=dataclasses.asdict(encoders_of(self._job.data)),
+            encoders=self._job.data.options,
             fingerprint=self._fingerprint,
             source=self.source_name,
-            size=pictures_of(self._job.data).size,
+            size=self._options.size,
             files=[
                 LatentFile(**json.loads(self._entry_path(unit).read_bytes())) for unit in self.units
             ],
@@ -213,28 +215,6 @@ class LatentWriter(ShardWriter):
         )
         write_manifest(self.target, manifest)
         return manifest
-
-
-def open_splits(job: EncodeJob) -> dict[str, PictureSource]:
-    """Open the pictures of the split train, and of validation if some are held out."""
-    splits = SPLITS if job.data.holds_out else SPLITS[:1]
-    return {split: open_pictures(job.data, split, seed=job.training.seed) for split in splits}
-
-
-def count_of(source: PictureSource, config: EncodeConfig, split: str) -> int:
-    """Number of pictures to encode."""
-    if source.num is not None:
-        return source.num
-    assert config.samples is not None, "checked by validate"
-    return config.samples if split == "train" else config.validation_samples
-
-
-def _units(counts: dict[str, int], size: int) -> Iterator[EncodeUnit]:
-    number = 0
-    for split, count in counts.items():
-        for index, begin in enumerate(range(0, count, size)):
-            yield EncodeUnit(number, split, index, begin, min(begin + size, count))
-            number += 1
 
 
 def _prepare(
@@ -246,25 +226,3 @@ def _prepare(
     if device_type == "cuda":
         device = torch.device(device_type, index % torch.cuda.device_count())
     return LatentWriter(job, device).write_unit
-
-
-class _Progress:
-    """Prints every few seconds how many pictures have been encoded."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._started = time.monotonic()
-        self._next = self._started + _SECONDS_BETWEEN_LINES
-
-    def advance(self, unit: EncodeUnit, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + _SECONDS_BETWEEN_LINES
-        speed = self._done / (now - self._started)
-        sys.stderr.write(
-            f"encoded {self._done:,} of {self._total:,} pictures, {speed:.1f} a second\n"
-        )
-        sys.stderr.flush()

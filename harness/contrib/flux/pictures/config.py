@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DataKind, check_synthetic
@@ -12,26 +11,19 @@ from harness.util.errors import ConfigError
 
 ENCODED = ("latents", "latents_synthetic")
 """Those that need no encoders for training."""
-CROPS = ("center", "random")
-ON_ERROR = ("strict", "skip")
 PATCHES = "patches"
 WORDS = "words"
 T5_CLIP = "t5_clip"
-DTYPES = ("float32", "bfloat16")
-FORMATS = ("auto", "files", "webdataset")
-
-
-Part = TypeVar("Part", "ImagesConfig", "EncodersConfig")
 
 
 @dataclass(frozen=True)
-class ImagesConfig:
-    """Pictures and captions, before they are encoded."""
+class PictureOptions:
+    """Options of the kinds with pictures: of pictures before they are encoded, and of the frozen encoders."""
 
     size: int = numerics(32, least=1)
     """Height and width in pixels. The shorter side is resized to it, and the longer side is
     cropped."""
-    crop: str = numerics("center", choices=CROPS)
+    crop: str = numerics("center", choices=("center", "random"))
     """The part of the longer side that is kept: the center, or a random part, which depends on the seed and
     the sample number. Validation keeps the center."""
     image_field: str = numerics("image", nonempty=True)
@@ -39,15 +31,9 @@ class ImagesConfig:
     caption_field: str = numerics("text", nonempty=True)
     """hub_pictures: the column with the captions. pictures: the field of a .json file beside a picture, which
     is read if there is no .txt file."""
-    on_error: str = numerics("strict", choices=ON_ERROR)
+    on_error: str = numerics("strict", choices=("strict", "skip"))
     """A picture that cannot be decoded: `strict` ends the run with an error, `skip` takes the next
     one."""
-
-
-@dataclass(frozen=True)
-class EncodersConfig:
-    """Frozen encoders of pictures and captions."""
-
     autoencoder: str = numerics(PATCHES, nonempty=True)
     """`patches` (each square of pixels is a latent: exact and without weights, for debugging), or the folder
     of an AutoencoderKL of diffusers."""
@@ -66,8 +52,11 @@ class EncodersConfig:
     FLUX.1-schnell, 512 for FLUX.1-dev."""
     width: int = numerics(64, least=1)
     """words: width of the text embeddings and of the pooled one."""
-    dtype: str = numerics("bfloat16", choices=DTYPES)
+    dtype: str = numerics("bfloat16", choices=("float32", "bfloat16"))
     """Format in which encoders with weights compute."""
+    format: str = numerics("auto", choices=("auto", "files", "webdataset"))
+    """pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
+    files), or `auto` (by extension)."""
 
     @property
     def has_weights(self) -> bool:
@@ -75,33 +64,9 @@ class EncodersConfig:
         return self.text == T5_CLIP or self.autoencoder != PATCHES
 
 
-@dataclass(frozen=True)
-class PictureOptions(EncodersConfig, ImagesConfig):
-    """Options of the kinds with pictures."""
-
-    format: str = numerics("auto", choices=FORMATS)
-    """pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
-    files), or `auto` (by extension)."""
-
-
 def pictures_of(data: DataConfig) -> PictureOptions:
     """The options of the data."""
     return PictureOptions(**data.options)
-
-
-def encoders_of(data: DataConfig) -> EncodersConfig:
-    """The encoders of the data alone."""
-    return _only(EncodersConfig, data)
-
-
-def images_of(data: DataConfig) -> ImagesConfig:
-    """The options of pictures before they are encoded."""
-    return _only(ImagesConfig, data)
-
-
-def _only(part: type[Part], data: DataConfig) -> Part:
-    options = pictures_of(data)
-    return part(**{each.name: getattr(options, each.name) for each in fields(part)})
 
 
 def folders(data: DataConfig) -> dict[str, str | None]:
@@ -134,14 +99,8 @@ def check_pictures(data: DataConfig) -> None:
     if data.kind == "latents" and len(data.paths) > 1:
         rule = "is one folder of harness encode"
         raise ConfigError("data.paths", data.paths, rule, f"'data.paths=[{data.paths[0]}]'")
-    if data.kind == "latents_synthetic":
+    if data.kind in ("latents_synthetic", "drawn_shapes"):
         check_synthetic(data)
-    if data.kind == "drawn_shapes" and data.validation_fraction:
-        rule = "drawn shapes hold captions out by themselves"
-        raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
-    if data.kind == "hub_pictures" and data.streaming:
-        rule = "pictures are read by number, so that a run resumes exactly"
-        raise ConfigError("data.streaming", True, rule, "false, which downloads the dataset")
 
 
 def _kind(*read: str, example: str = "", holds_out: bool = False) -> DataKind:
@@ -158,7 +117,7 @@ def _kind(*read: str, example: str = "", holds_out: bool = False) -> DataKind:
 
 
 PICTURES = _kind("paths", "validation_paths", "exclude", example="photos/**/*.jpg")
-HUB_PICTURES = _kind("dataset", "subset", "split", "validation_split", "streaming", "data_files")
+HUB_PICTURES = _kind("dataset", "subset", "split", "validation_split", "data_files")
 DRAWN_SHAPES = _kind(holds_out=True)
 LATENTS = _kind("paths", example="latents/photos", holds_out=True)
 LATENTS_SYNTHETIC = _kind(holds_out=True)

@@ -7,22 +7,21 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from harness.contrib.flux.pictures.config import PATCHES, WORDS, EncodersConfig
+from harness.config.data import DataConfig
+from harness.contrib.flux.pictures.config import PATCHES, WORDS, PictureOptions, folders
 from harness.data.documents import describe
 from harness.data.samples import random_stream
-from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError
 
 # Latents are shifted and scaled for the model: `(latent - shift) * scale`, with the autoencoder's
@@ -43,50 +42,44 @@ class Embeddings(NamedTuple):
     pooled_BP: Tensor
 
 
-def fingerprint_of(config: EncodersConfig) -> str:
-    """Text that changes with the latents and embeddings; loads no weights.
+def fingerprint_of(data: DataConfig) -> str:
+    """Hash that changes with the encoders in folders: their configs, names and sizes of their weights.
 
     Raises:
         ConfigError: a folder has no config.json.
     """
-    pixels = f"patches of {config.patch}"
-    words = f"words, {config.text_length} of width {config.width}"
-    if config.autoencoder != PATCHES:
-        pixels = fingerprint("data.options.autoencoder", config.autoencoder, config.dtype)
-    if config.text != WORDS:
-        settings = config.dtype, config.text_length
-        words = " ".join(
-            fingerprint(f"data.options.{name}", getattr(config, name), *settings)
-            for name in ("t5", "clip")
-        )
-    return f"{pixels}, {words}"
+    content: list[Any] = []
+    for name, path in folders(data).items():
+        if path is None:
+            continue
+        folder = Path(path).expanduser()
+        try:
+            content.append((folder / "config.json").read_text())
+        except OSError as error:
+            rule = f"its config.json cannot be read: {describe(error)}"
+            field = f"data.options.{name}"
+            raise ConfigError(field, path, rule, "the folder of a model") from error
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (".safetensors", ".bin"):
+                content.append([file.name, file.stat().st_size])
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=1)  # training and validation share them
-def build_encoders(
-    config: EncodersConfig, device: torch.device, *, shard: bool = False
-) -> Encoders:
-    """Build the encoders; with ``shard``, FSDP shards the text encoder's weights over all ranks, which then
-    encode together."""
-    return Encoders(
-        build_autoencoder(config, device), build_text_encoder(config, device, shard=shard)
-    )
-
-
-def build_autoencoder(config: EncodersConfig, device: torch.device) -> Autoencoder:
+@functools.lru_cache(maxsize=1)  # training, validation and its sheet share them
+def build_autoencoder(config: PictureOptions, device: torch.device) -> Autoencoder:
     is_exact = config.autoencoder == PATCHES
     return Patches(config.patch) if is_exact else PretrainedAutoencoder(config, device)
 
 
+@functools.lru_cache(maxsize=1)
 def build_text_encoder(
-    config: EncodersConfig, device: torch.device, *, shard: bool = False
+    config: PictureOptions, device: torch.device, *, shard: bool = False
 ) -> TextEncoder:
-    is_fixed = config.text == WORDS
-    return (
-        Words(config.text_length, config.width)
-        if is_fixed
-        else T5AndClip(config, device, shard=shard)
-    )
+    """Build the text encoder; with ``shard``, FSDP shards its weights over all ranks, which then encode
+    together."""
+    if config.text == WORDS:
+        return Words(config.text_length, config.width)
+    return T5AndClip(config, device, shard=shard)
 
 
 class Patches:
@@ -152,23 +145,22 @@ def as_bytes(pixels_B3HW: Tensor) -> np.ndarray:
     return scaled.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
-WEIGHTS = ("*.safetensors", "*.bin")
-
-
 class PretrainedAutoencoder:
     """An AutoencoderKL of diffusers."""
 
-    def __init__(self, config: EncodersConfig, device: torch.device) -> None:
+    def __init__(self, config: PictureOptions, device: torch.device) -> None:
         import diffusers
 
         self._device = device
         self._dtype = getattr(torch, config.dtype)
-        folder = Path(config.autoencoder).expanduser()
-        load = partial(diffusers.AutoencoderKL.from_pretrained, low_cpu_mem_usage=False)
         model = _load(
-            "data.options.autoencoder", folder, partial(load, folder, torch_dtype=self._dtype)
+            "autoencoder",
+            diffusers.AutoencoderKL,
+            Path(config.autoencoder).expanduser(),
+            low_cpu_mem_usage=False,
+            torch_dtype=self._dtype,
         )
-        self._model = _frozen(model).to(device)
+        self._model = model.eval().requires_grad_(False).to(device)
         self._shift = model.config.shift_factor or 0.0
         self._scale = model.config.scaling_factor
         self.pixels = 2 ** (len(model.config.block_out_channels) - 1)
@@ -193,13 +185,11 @@ class T5AndClip:
     As Flux's pipeline does, T5 attends to the padding, too.
     """
 
-    def __init__(self, config: EncodersConfig, device: torch.device, *, shard: bool) -> None:
+    def __init__(self, config: PictureOptions, device: torch.device, *, shard: bool) -> None:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        assert config.t5 is not None and config.clip is not None, (
-            "checked when the job was composed"
-        )
+        assert config.t5 and config.clip, "checked when the job was composed"
         self._device = device
         self._length = config.text_length
         dtype = getattr(torch, config.dtype)
@@ -210,13 +200,12 @@ class T5AndClip:
             ("clip", config.clip, transformers.CLIPTextModel),
         ):
             folder = Path(path).expanduser()
-            field = f"data.options.{name}"
-            model = _load(field, folder, partial(kind.from_pretrained, folder, dtype=dtype))
-            self._models[name] = _frozen(model)
-            found = _tokenizer_folder(folder)
-            self._tokenizers[name] = _load(
-                field, found, partial(transformers.AutoTokenizer.from_pretrained, found)
-            )
+            model = _load(name, kind, folder, dtype=dtype)
+            self._models[name] = model.eval().requires_grad_(False)
+            # Of a diffusers repository it is in another folder.
+            found = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
+            found = found if found.is_dir() else folder
+            self._tokenizers[name] = _load(name, transformers.AutoTokenizer, found)
         if shard and dist.is_initialized() and dist.get_world_size() > 1:
             self._shard(device)
         for model in self._models.values():
@@ -257,62 +246,16 @@ Autoencoder = Patches | PretrainedAutoencoder
 TextEncoder = Words | T5AndClip
 
 
-class Encoders(NamedTuple):
-    """Both encoders of a job."""
-
-    autoencoder: Autoencoder
-    text: TextEncoder
-
-
-def _frozen(model: nn.Module) -> Any:
-    return model.eval().requires_grad_(False)
-
-
-def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
+def _load(option: str, kind: Any, folder: Path, **settings: Any) -> Any:
+    """Load what transformers or diffusers saved in a folder."""
+    field = f"data.options.{option}"
     if not folder.is_dir():
         raise ConfigError(field, folder, "there is no such folder", "the folder of a model")
-    noise = logging.getLogger("transformers"), logging.getLogger("diffusers")
-    levels = [each.level for each in noise]
-    for each in noise:
-        each.setLevel(logging.ERROR)
+    for name in ("transformers", "diffusers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        return load()
+        return kind.from_pretrained(folder, **settings)
     # The libraries and file readers raise many types; to the user all mean that it cannot be
     # loaded.
     except Exception as error:
         raise ConfigError(field, folder, f"cannot be loaded: {describe(error)}") from error
-    finally:
-        for each, level in zip(noise, levels, strict=True):
-            each.setLevel(level)
-
-
-def _tokenizer_folder(folder: Path) -> Path:
-    """Return the folder of a text encoder's tokenizer: the same, or its sibling in a diffusers repository."""
-    if any(
-        (folder / name).is_file()
-        for name in ("tokenizer_config.json", "tokenizer.json", "spiece.model")
-    ):
-        return folder
-    return folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
-
-
-def fingerprint(field: str, path: str, *settings: object) -> str:
-    """Hash of a model's config, of the names and sizes of its weights, and of ``settings``.
-
-    Raises:
-        ConfigError: the folder has no config.json.
-    """
-    folder = Path(path).expanduser()
-    try:
-        config = parse_object((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        rule = f"its config.json cannot be read: {describe(error)}"
-        works = "the folder of a model"
-        raise ConfigError(field, path, rule, works) from error
-    files: list[Path] = []
-    for pattern in WEIGHTS:
-        files += folder.glob(pattern)
-    sizes = [[file.name, file.stat().st_size] for file in sorted(files)]
-    kept = {name: value for name, value in config.items() if not name.startswith("_")}
-    content = json.dumps([kept, sizes, *settings], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -62,23 +62,24 @@ class DrawnShapes:
     """Endless pictures of one split, of ``size`` x ``size`` pixels."""
 
     name = "data.kind=drawn_shapes"
-    num: int | None = None
+    num_per_epoch: int | None = None
 
     def __init__(self, split: str, size: int, seed: int) -> None:
+        self.identity = [self.name, split, size, seed]
         self._split = split
         self._size = size
         self._seed = seed
 
-    def read(self, index: int, number: int) -> tuple[np.ndarray, str]:
-        """Draw picture ``index``; see ``sources.Part``."""
-        random = random_stream(f"drawn_shapes {self._split}", self._seed, index)
+    def sample(self, number: int) -> tuple[np.ndarray, str]:
+        """Draw a picture; see ``sources.RawSamples``."""
+        random = random_stream(f"drawn_shapes {self._split}", self._seed, number)
         singles, pairs = captions(self._split)
         listed = singles if singles and random.uniform() < SINGLE else pairs
         caption = listed[random.randint(len(listed))]
         return draw(caption, self._size, random), str(caption)
 
-    def identity(self) -> list[object]:
-        return [self.name, self._split, self._size, self._seed]
+    def caption(self, number: int) -> str:
+        return self.sample(number)[1]
 
 
 def draw(caption: Caption, size: int, random: np.random.RandomState) -> np.ndarray:

@@ -9,18 +9,17 @@ import hashlib
 import io
 import json
 import os
-import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 
 from harness.config.data import DataConfig
-from harness.contrib.flux.pictures.config import ImagesConfig, pictures_of
+from harness.contrib.flux.pictures.config import pictures_of
 from harness.contrib.flux.pictures.shapes import DrawnShapes
 from harness.data.documents import (
     describe,
@@ -35,207 +34,84 @@ from harness.data.tokenizing import is_held_out
 from harness.util.encoding import parse_object
 from harness.util.errors import DataError
 from harness.util.files import write_atomically
-from harness.util.store import (
-    NO_FILE,
-    Damaged,
-    check_files,
-    describe_files,
-    only_builder,
-    remove_folder,
-)
-
-# Random access to the pictures of webdataset's tar files: a table of the places of their members.
-#
-# Members of one picture follow each other and have the same name up to the first dot of its last
-# part: `00012.jpg 00012.txt 00012.json` (github.com/webdataset/webdataset). The table is built
-# once, in `data.cache_dir`, and rebuilt if it is damaged (`harness/util/store.py`).
+from harness.util.store import Damaged, check_files, describe_files, only_builder
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Extensions of pictures."""
+MOST_SKIPPED = 100
+"""Pictures in a row that cannot be decoded, after which data.options.on_error=skip gives up."""
+MOST_ASPECT = 32
+"""A picture that is longer would be huge after its shorter side has been resized."""
 META = "meta.json"
 TABLE = "members.npy"
 _THREADS = 8
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
-class Member(NamedTuple):
-    """The files of one picture."""
+class Stored(Protocol):
+    """Pictures of a source in a fixed order, not decoded."""
 
-    picture: bytes
-    text: bytes | None
-    json: bytes | None
-    where: str
+    name: str
+    """The field and its value, for error messages."""
 
+    def __len__(self) -> int: ...
 
-class TarIndex:
-    """The pictures of tar files, in the order of the files.
+    def content(self, index: int) -> tuple[bytes, str, str]:
+        """Return the file of a picture, its caption, and its place for error messages."""
 
-    Args:
-        table: int64, a row for each picture: number of its file; offset and size of the picture, of
-            its .txt and of its .json, with a size of -1 for one that does not exist.
-        key: hash of the files' paths, sizes and modification times.
-    """
-
-    def __init__(self, files: Sequence[Path], table: np.ndarray, key: str) -> None:
-        self._files = files
-        self._table = table
-        self.key = key
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def read(self, index: int) -> Member:
-        """Read the files of a picture."""
-        number, *places = self._table[index].tolist()
-        path = self._files[number]
-        found = []
-        try:
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                for offset, size in zip(places[::2], places[1::2], strict=True):
-                    found.append(None if size < 0 else os.pread(handle, size, offset))
-                    if size > 0 and len(found[-1] or b"") < size:
-                        raise DataError(f"{path}: ends before picture {index} of the data")
-            finally:
-                os.close(handle)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        return Member(found[0] or b"", found[1], found[2], f"{path}, byte {places[0]}")
-
-
-def open_tar_index(
-    files: Sequence[Path],
-    cache_dir: str,
-    wait_for_all: Callable[[], None] | None = None,
-    *,
-    is_builder: bool = True,
-) -> TarIndex:
-    """Open the table of tar files, after building it if it is missing or damaged."""
-    stats = [_FORMAT_VERSION, file_stats(files)]
-    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:24]
-    folder = Path(cache_dir).expanduser() / "pictures" / key
-    if is_builder:
-        if (folder / META).exists():
-            try:
-                _check(folder)
-            except Damaged as error:
-                sys.stderr.write(
-                    f"WARNING picture table {folder} is damaged and is rebuilt: {error}\n"
-                )
-                remove_folder(folder)
-        with only_builder(folder, (folder / META).exists) as building:
-            if building is not None:
-                _build(folder, files)
-    if wait_for_all is not None:
-        wait_for_all()
-    try:
-        if not is_builder:
-            _check(folder)
-        return TarIndex(files, np.load(folder / TABLE, mmap_mode="r"), key)
-    except (Damaged, OSError) as error:
-        rule = "data.cache_dir must be a folder that all ranks share"
-        raise DataError(f"picture table {folder} cannot be read here: {error}; {rule}") from None
-
-
-def _check(folder: Path) -> None:
-    try:
-        files = {TABLE: parse_object((folder / META).read_bytes())["files"][TABLE]}
-    except (*NO_FILE, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{META}: {error}") from None
-    check_files(folder, files)
-
-
-def _build(folder: Path, files: Sequence[Path]) -> None:
-    with ThreadPoolExecutor(_THREADS) as threads:
-        tables = list(threads.map(_members, files))
-    rows = [np.insert(table, 0, number, axis=1) for number, table in enumerate(tables)]
-    content = io.BytesIO()
-    np.save(content, np.concatenate([np.zeros((0, 7), np.int64), *rows]))
-    write_atomically(folder / TABLE, content.getvalue())
-    write_atomically(
-        folder / META, json.dumps({"files": describe_files(folder, (TABLE,))}).encode()
-    )
-
-
-def _members(file: Path) -> np.ndarray:
-    """Places of the pictures in one tar file, int64 of shape (pictures, 6)."""
-    try:
-        with tarfile.open(file, "r:") as opened:
-            return np.array(list(_places(opened)), dtype=np.int64).reshape(-1, 6)
-    # tarfile believes the numbers in headers.
-    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise DataError(
-            f"{file}: not a readable tar file without compression ({describe(error)})"
-        ) from error
-
-
-def _places(opened: tarfile.TarFile) -> Iterator[list[int]]:
-    current = ""
-    found = dict[str, tuple[int, int]]()
-    absent = (0, -1)
-
-    def row() -> list[int]:
-        return [*found["picture"], *found.get(".txt", absent), *found.get(".json", absent)]
-
-    for member in opened:
-        if not member.isfile():
-            continue
-        folder, name = os.path.split(member.name)
-        stem, _, rest = name.partition(".")
-        suffix = f".{rest.lower()}"
-        if os.path.join(folder, stem) != current:
-            if "picture" in found:
-                yield row()
-            current = os.path.join(folder, stem)
-            found = {}
-        kind = "picture" if suffix in SUFFIXES else suffix
-        found.setdefault(kind, (member.offset_data, member.size))
-    if "picture" in found:
-        yield row()
-
-
-MOST_SKIPPED = 100
-"""Pictures in a row that cannot be decoded, after which data.options.on_error=skip gives up."""
-
-MOST_ASPECT = 32
-"""Times the shorter side: what exceeds it of the longer side is cropped before the picture is
-resized."""
-
-
-class UnreadablePicture(DataError):
-    """A picture cannot be decoded."""
+    @property
+    def identity(self) -> Any:
+        """JSON-serializable; changes whenever the pictures may have changed."""
 
 
 class RawSamples:
-    """An endless sequence of pictures with captions; in another order in every epoch."""
+    """An endless sequence of the pictures of a split with captions; in another order in every epoch."""
 
-    def __init__(self, source: PictureSource, *, seed: int, shuffle: bool, skips: bool) -> None:
-        self._source = source
-        self._skips = skips
-        self._order = None if source.num is None else EpochOrder(source.num, seed, shuffle=shuffle)
-        self.num_per_epoch = source.num
-
-    def index(self, number: int) -> int:
-        """Index of a sample's picture in the source."""
-        return number if self._order is None else self._order.at(number)
+    def __init__(
+        self, stored: Stored, data: DataConfig, split: str, *, seed: int, shuffle: bool
+    ) -> None:
+        self.name = stored.name
+        self._stored = stored
+        self._options = pictures_of(data)
+        self._seed = seed
+        self._crops = self._options.crop == "random" and split == "train"
+        self._kept: Sequence[int] | np.ndarray = range(len(stored))
+        if data.validation_fraction:
+            wanted = split == "validation"
+            held_out = [is_held_out(index, data.validation_fraction) for index in self._kept]
+            self._kept = np.flatnonzero(np.array(held_out) == wanted)
+        if not len(self._kept):
+            raise DataError(f"{self.name}: has no pictures of the split {split}")
+        self.num_per_epoch: int | None = len(self._kept)
+        self._order = EpochOrder(len(self._kept), seed, shuffle=shuffle)
 
     def sample(self, number: int) -> tuple[np.ndarray, str]:
-        """Return the picture, uint8 of shape (size, size, 3), and the caption of a sample."""
-        first = self.index(number)
-        for offset in range(MOST_SKIPPED if self._skips else 1):
-            index = (
-                first + offset if self._source.num is None else (first + offset) % self._source.num
-            )
+        """Return the picture, uint8 of shape (size, size, 3), and the caption of a sample.
+
+        Raises:
+            DataError: it cannot be decoded, it has no caption, or the file cannot be read.
+        """
+        first = self._order.at(number)
+        place = random_stream("crop", self._seed, number).uniform() if self._crops else 0.5
+        skips = self._options.on_error == "skip"
+        for index in range(first, first + (MOST_SKIPPED if skips else 1)):
+            kept = self._kept[index % len(self._kept)]
+            content, caption, where = self._stored.content(int(kept))
             try:
-                return self._source.read(index, number)
+                return decode(content, self._options.size, place), caption
             except UnreadablePicture as error:
-                unreadable = error
-        works = "" if self._skips else "; would work: data.options.on_error=skip"
+                unreadable = f"{where}: is no picture that can be decoded ({error})"
+        works = "" if skips else "; would work: data.options.on_error=skip"
         raise DataError(f"{unreadable}{works}")
 
     def caption(self, number: int) -> str:
         """Return the caption of a sample."""
         return self.sample(number)[1]
+
+    @property
+    def identity(self) -> Any:
+        """JSON-serializable; changes whenever the pictures may have changed."""
+        return self._stored.identity
 
 
 def open_pictures(
@@ -243,87 +119,46 @@ def open_pictures(
     split: str,
     *,
     seed: int,
-    wait_for_all: Callable[[], None] | None = None,
+    shuffle: bool = False,
+    wait_for_all: Callable[[], None] = lambda: None,
     is_builder: bool = True,
-) -> PictureSource:
+) -> RawSamples | DrawnShapes:
     """Open the pictures of a split; the arguments are those of ``build_loader``."""
     if split == "validation":
         data.require_validation()
     if data.kind == "drawn_shapes":
         return DrawnShapes(split, pictures_of(data).size, seed)
-    stored: _FilePictures | _HubPictures
+    stored: Stored
     if data.kind == "hub_pictures":
         stored = _HubPictures(data, data.split_of(split))
     else:
-        field, _ = data.files_of(split)
-        stored = _FilePictures(data, field, wait_for_all, is_builder=is_builder)
-    return Part(stored, pictures_of(data), split, data.validation_fraction, seed)
+        field, patterns = data.files_of(split)
+        name = f"data.{field}=[{', '.join(patterns)}]"
+        found = find_files(patterns, data.exclude)
+        if not found:
+            seen = f"seen from {Path.cwd()}{folder_hint(patterns)}"
+            raise DataError(f"{name}: no pictures match, {seen}")
+        others = [file for file in found if file.suffix != ".tar"]
+        format = pictures_of(data).format
+        if format == "files" or (format == "auto" and len(others) == len(found)):
+            stored = _Files(name, found, pictures_of(data).caption_field)
+        elif others:
+            raise DataError(f"{name}: {others[0]} is no .tar file; would work: other data.paths")
+        else:
+            stored = _Tars(name, found, data, wait_for_all, is_builder=is_builder)
+    return RawSamples(stored, data, split, seed=seed, shuffle=shuffle)
 
 
-class Part:
-    """The pictures of a split, decoded and cropped, in a fixed order.
-
-    Attributes:
-        name: the field and its value, for error messages.
-        num: number of pictures; None: endless.
-    """
-
-    def __init__(
-        self,
-        stored: _FilePictures | _HubPictures,
-        images: ImagesConfig,
-        split: str,
-        held_out: float,
-        seed: int,
-    ) -> None:
-        self._stored = stored
-        self._images = images
-        self._seed = seed
-        self._crops = images.crop == "random" and split == "train"
-        self.name = stored.name
-        count = len(stored)
-        self._kept: np.ndarray | None = None
-        if held_out:
-            wanted = split == "validation"
-            self._kept = np.array(
-                [i for i in range(count) if is_held_out(i, held_out) == wanted], np.int64
-            )
-            count = len(self._kept)
-        self.num: int | None = count
-        if not count:
-            raise DataError(f"{self.name}: has no pictures of the split {split}")
-
-    def read(self, index: int, number: int) -> tuple[np.ndarray, str]:
-        """Return a picture, uint8 of shape (size, size, 3), and its caption.
-
-        Args:
-            index: of the picture in the source.
-            number: of the sample, on which a random crop depends.
-
-        Raises:
-            UnreadablePicture: it cannot be decoded.
-            DataError: it has no caption, or the file cannot be read.
-        """
-        stored = index if self._kept is None else int(self._kept[index])
-        content, caption, where = self._stored.content(stored)
-        place = random_stream("crop", self._seed, number).uniform() if self._crops else 0.5
-        return decode(content, self._images.size, place, where), caption
-
-    def identity(self) -> Any:
-        """JSON-serializable; changes whenever the pictures may have changed."""
-        return [self._stored.identity(), self._images.size, self._images.crop]
+class UnreadablePicture(Exception):
+    """A picture cannot be decoded."""
 
 
-PictureSource = Part | DrawnShapes
-
-
-def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
+def decode(content: bytes, size: int, place: float) -> np.ndarray:
     """Decode a picture, resize its shorter side, and crop its longer side: uint8 of shape (size, size, 3).
 
     Args:
         content: a file in a format that Pillow reads.
         place: of the crop: 0 is the left or the top, 1 the right or the bottom.
-        where: place of the picture, for error messages.
 
     Raises:
         UnreadablePicture: the content is damaged, of an unknown format, or suspiciously large.
@@ -333,14 +168,14 @@ def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content)) as opened:
             picture = ImageOps.exif_transpose(opened).convert("RGB")
-        # A side that is much longer would be as long as the file says, times the scale.
         short = min(picture.size)
         if max(picture.size) > MOST_ASPECT * short:
-            wide, high = (min(side, MOST_ASPECT * short) for side in picture.size)
-            picture = _cropped(picture, wide, high, place)
+            raise ValueError(f"one side is more than {MOST_ASPECT} times the other")
         wide, high = (max(size, round(side * (size / short))) for side in picture.size)
         resized = picture.resize((wide, high), Image.Resampling.BICUBIC)
-        return np.asarray(_cropped(resized, size, size, place))
+        left = round((wide - size) * place)
+        top = round((high - size) * place)
+        return np.asarray(resized.crop((left, top, left + size, top + size)))
     # Readers of damaged files raise many types.
     except (
         OSError,
@@ -350,15 +185,7 @@ def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
         MemoryError,
         Image.DecompressionBombError,
     ) as error:
-        raise UnreadablePicture(
-            f"{where}: is no picture that can be decoded ({describe(error)})"
-        ) from error
-
-
-def _cropped(picture: Any, width: int, height: int, place: float) -> Any:
-    left = round((picture.width - width) * place)
-    top = round((picture.height - height) * place)
-    return picture.crop((left, top, left + width, top + height))
+        raise UnreadablePicture(describe(error)) from error
 
 
 def caption_of(fields: dict[str, Any], name: str, where: str) -> str:
@@ -368,103 +195,172 @@ def caption_of(fields: dict[str, Any], name: str, where: str) -> str:
             f"{where}: no field {name!r} among {list_names(fields)}; set data.options.caption_field"
         )
     caption = fields[name]
-    if isinstance(caption, list) and caption and isinstance(caption[0], str):
+    if isinstance(caption, list) and caption:
         caption = caption[0]  # several captions of one picture
     if caption is not None and not isinstance(caption, str):
         raise DataError(f"{where}: field {name!r} holds {type(caption).__name__}, not text")
     return caption or ""
 
 
-class _FilePictures:
-    """Pictures in folders and in tar files, in the order of the sorted paths."""
+def _caption_beside(text: bytes | None, plain: bytes | None, field: str, where: str) -> str:
+    """Return the caption in a .txt file, or else in a .json file."""
+    try:
+        if text is not None:
+            return text.decode("utf-8").strip()
+        if plain is not None:
+            return caption_of(parse_object(plain), field, where)
+    except ValueError as error:
+        raise DataError(f"{where}: its caption cannot be read: {describe(error)}") from error
+    raise DataError(
+        f"{where}: has no caption; would work: a .txt or .json file of the same name beside it"
+    )
 
-    def __init__(
-        self,
-        data: DataConfig,
-        field: str,
-        wait_for_all: Callable[[], None] | None,
-        *,
-        is_builder: bool,
-    ) -> None:
-        patterns: list[str] = getattr(data, field)
-        options = pictures_of(data)
-        self.name = f"data.{field}=[{', '.join(patterns)}]"
-        self._field = options.caption_field
-        found = find_files(patterns, data.exclude)
-        tars = [file for file in found if file.suffix == ".tar"]
-        if options.format == "webdataset" or (options.format == "auto" and tars):
-            if len(tars) < len(found):
-                other = next(file for file in found if file.suffix != ".tar")
-                raise DataError(
-                    f"{self.name}: {other} is no .tar file; would work: other data.paths"
-                )
-            self._tars: TarIndex | None = open_tar_index(
-                tars, data.cache_dir, wait_for_all, is_builder=is_builder
-            )
-            self._files: list[Path] = []
-        else:
-            self._tars = None
-            self._files = [file for file in found if file.suffix.lower() in SUFFIXES]
-        if not found or not len(self):
-            seen = f"seen from {Path.cwd()}{folder_hint(patterns)}"
-            raise DataError(f"{self.name}: no pictures match, {seen}")
+
+class _Files:
+    """Pictures in files, in the order of the sorted paths."""
+
+    def __init__(self, name: str, files: Sequence[Path], caption_field: str) -> None:
+        self.name = name
+        self._files = [file for file in files if file.suffix.lower() in SUFFIXES]
+        self._field = caption_field
 
     def __len__(self) -> int:
-        return len(self._files) if self._tars is None else len(self._tars)
+        return len(self._files)
 
     def content(self, index: int) -> tuple[bytes, str, str]:
-        if self._tars is not None:
-            found = self._tars.read(index)
-            return found.picture, self._caption(found.text, found.json, found.where), found.where
         file = self._files[index]
         texts = (file.with_suffix(suffix) for suffix in (".txt", ".json"))
         try:
             text, plain = (path.read_bytes() if path.is_file() else None for path in texts)
-            return file.read_bytes(), self._caption(text, plain, str(file)), str(file)
+            picture = file.read_bytes()
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror}") from error
+        return picture, _caption_beside(text, plain, self._field, str(file)), str(file)
 
-    def _caption(self, text: bytes | None, plain: bytes | None, where: str) -> str:
-        try:
-            if text is not None:
-                return text.decode("utf-8").strip()
-            if plain is not None:
-                return caption_of(parse_object(plain), self._field, where)
-        except ValueError as error:
-            raise DataError(f"{where}: its caption cannot be read: {describe(error)}") from error
-        raise DataError(
-            f"{where}: has no caption; would work: a .txt or .json file of the same name beside it"
-        )
-
+    @property
     def identity(self) -> Any:
-        return file_stats(self._files) if self._tars is None else self._tars.key
+        return file_stats(self._files)
+
+
+class _Tars:
+    """Pictures in webdataset's tar files (github.com/webdataset/webdataset), in the order of the files.
+
+    A table, which is made once in ``data.cache_dir``, has an int64 row for each picture: number of
+    its file; offset and size of the picture, of its .txt and of its .json, with a size of -1 for
+    one that does not exist.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Path],
+        data: DataConfig,
+        wait_for_all: Callable[[], None],
+        *,
+        is_builder: bool,
+    ) -> None:
+        self.name = name
+        self._files = files
+        self._field = pictures_of(data).caption_field
+        stats = [_FORMAT_VERSION, file_stats(files)]
+        self.identity = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:24]
+        folder = Path(data.cache_dir).expanduser() / "pictures" / self.identity
+        if is_builder:
+            with only_builder(folder, (folder / META).exists) as building:
+                if building is not None:
+                    _write_table(folder, files)
+        wait_for_all()
+        try:
+            check_files(folder, parse_object((folder / META).read_bytes()))
+            self._table = np.load(folder / TABLE, mmap_mode="r")
+        except (Damaged, OSError, ValueError) as error:
+            works = "remove it; data.cache_dir must be a folder that all ranks share"
+            raise DataError(
+                f"picture table {folder} cannot be read here: {error}; would work: {works}"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def content(self, index: int) -> tuple[bytes, str, str]:
+        number, *places = self._table[index].tolist()
+        path = self._files[number]
+        found: list[bytes | None] = []
+        try:
+            with path.open("rb") as file:
+                for offset, size in zip(places[::2], places[1::2], strict=True):
+                    file.seek(offset)
+                    found.append(None if size < 0 else file.read(size))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        picture, text, plain = found
+        where = f"{path}, byte {places[0]}"
+        return picture or b"", _caption_beside(text, plain, self._field, where), where
+
+
+def _write_table(folder: Path, files: Sequence[Path]) -> None:
+    with ThreadPoolExecutor(_THREADS) as threads:
+        rows = list(threads.map(_rows, range(len(files)), files))
+    content = io.BytesIO()
+    np.save(content, np.concatenate(rows))
+    write_atomically(folder / TABLE, content.getvalue())
+    write_atomically(folder / META, json.dumps(describe_files(folder, [TABLE])).encode())
+
+
+def _rows(number: int, file: Path) -> np.ndarray:
+    """Rows of the table for one tar file."""
+    try:
+        with tarfile.open(file, "r:") as opened:
+            return np.array(list(_places(number, opened)), np.int64).reshape(-1, 7)
+    # tarfile believes the numbers in headers.
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise DataError(
+            f"{file}: not a readable tar file without compression ({describe(error)})"
+        ) from error
+
+
+def _places(number: int, opened: tarfile.TarFile) -> Iterator[list[int]]:
+    for _, members in groupby(filter(tarfile.TarInfo.isfile, opened), lambda each: _parts(each)[0]):
+        found: dict[str, tuple[int, int]] = {}
+        for member in members:
+            suffix = _parts(member)[1]
+            kind = "picture" if suffix in SUFFIXES else suffix
+            found.setdefault(kind, (member.offset_data, member.size))
+        if "picture" in found:
+            absent = (0, -1)
+            text = found.get(".txt", absent)
+            yield [number, *found["picture"], *text, *found.get(".json", absent)]
+
+
+def _parts(member: tarfile.TarInfo) -> tuple[str, str]:
+    """The name up to the first dot of its last part, which the files of a picture share, and the rest."""
+    folder, name = os.path.split(member.name)
+    stem, dot, extension = name.partition(".")
+    return os.path.join(folder, stem), dot + extension.lower()
 
 
 class _HubPictures:
     """One split of a dataset with a column of pictures and a column of captions."""
 
     def __init__(self, data: DataConfig, split: str) -> None:
-        self._images = pictures_of(data)
-        self._data = data
-        self._split = split
-        self.name = f"data.dataset={data.dataset}, split {split}"
-        for field in ("image_field", "caption_field"):
-            name = getattr(self._images, field)
-            columns = self._table.column_names
-            if name not in columns:
-                raise DataError(
-                    f"{self.name}: no column {name!r} among {list_names(columns)}; set data.options.{field}"
-                )
-
-    @cached_property
-    def _table(self) -> Any:
         import datasets
 
-        table = open_dataset(self._data, self._split)
-        name = self._images.image_field
-        if name in table.column_names and isinstance(table.features[name], datasets.Image):
-            table = table.cast_column(name, datasets.Image(decode=False))
-        return table
+        options = pictures_of(data)
+        self.name = f"data.dataset={data.dataset}, split {split}"
+        self._picture = options.image_field
+        self._caption = options.caption_field
+        table = open_dataset(data, split)
+        for field in ("image_field", "caption_field"):
+            name = getattr(options, field)
+            if name not in table.column_names:
+                columns = list_names(table.column_names)
+                raise DataError(
+                    f"{self.name}: no column {name!r} among {columns}; set data.options.{field}"
+                )
+        if isinstance(table.features[self._picture], datasets.Image):
+            table = table.cast_column(self._picture, datasets.Image(decode=False))
+        self._table = table
+        self.identity = [self.name, str(table._fingerprint)]
 
     def __len__(self) -> int:
         return len(self._table)
@@ -472,17 +368,11 @@ class _HubPictures:
     def content(self, index: int) -> tuple[bytes, str, str]:
         row = self._table[index]
         where = f"{self.name}, row {index}"
-        picture = row[self._images.image_field]
+        picture = row[self._picture]
         if isinstance(picture, dict):
             path = picture.get("path")
             picture = picture.get("bytes") or (Path(path).read_bytes() if path else None)
         if not isinstance(picture, bytes):
             kind = type(picture).__name__
-            raise DataError(
-                f"{where}: column {self._images.image_field!r} holds {kind}, not a picture"
-            )
-        return picture, caption_of(row, self._images.caption_field, where), where
-
-    def identity(self) -> Any:
-        digest = hashlib.sha256(str(self._table._fingerprint).encode()).hexdigest()
-        return [self.name, self._images.image_field, self._images.caption_field, digest]
+            raise DataError(f"{where}: column {self._picture!r} holds {kind}, not a picture")
+        return picture, caption_of(row, self._caption, where), where
