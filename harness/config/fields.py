@@ -410,6 +410,7 @@ REMOVED = (
     Removed("optimizer.decay_vectors", "optimizer.weight_decay", NUMERICS, False),
     Removed("optimizer.decay_embeddings", "optimizer.weight_decay", NUMERICS, True),
     Removed("debug.max_skipped_steps", "debug.non_finite", NUMERICS, 10),
+    Removed("compile.fullgraph", "compile.backend", EXECUTION, True),
     Removed("data.long_conversations", "data.train_on", "", "drop"),
     Removed("data.encoding_errors", "data.format", NUMERICS, "strict"),
 )
@@ -426,6 +427,10 @@ REMOVED_LABELS = (
     "cluster.pue",
     "cluster.stop_timeout_seconds",
     "evaluation.tasks",
+    "metrics.wandb_entity",
+    "metrics.wandb_mode",
+    "profiling.with_stack",
+    "profiling.record_shapes",
 )
 """Labels of an earlier version. Files written then may hold them with any value."""
 REMOVED_AFTER = {

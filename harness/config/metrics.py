@@ -50,7 +50,6 @@ VIEWS: Registry[ViewKind] = Registry(
 )
 """Views of metrics.jsonl."""
 CONSOLES = ("plain", "none")
-WANDB_MODES = ("online", "offline", "disabled")
 _SWITCHES = ("wandb", "tensorboard")
 """Views with a field of their own that switches them on."""
 
@@ -73,16 +72,12 @@ class MetricsConfig:
     console: str = label("plain", choices=CONSOLES)
     """plain: a line for each row; none: nothing."""
     wandb: bool = label(False)
-    """Also log to Weights & Biases; offline when there is no API key."""
+    """Also log to Weights & Biases; offline when there is no API key. WANDB_ENTITY and WANDB_MODE are W&B's
+    own."""
     wandb_project: str | None = label(None, needs=WANDB)
     """W&B project; null: WANDB_PROJECT, or else ``harness``."""
-    wandb_entity: str | None = label(None, needs=WANDB)
-    """W&B team or user; null: WANDB_ENTITY, or else the default of the account."""
     wandb_group: str | None = label(None, needs=WANDB)
     """W&B group of this run, e.g. the name of a sweep; null: WANDB_RUN_GROUP."""
-    wandb_mode: str | None = label(None, choices=WANDB_MODES, needs=WANDB)
-    """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over
-    it."""
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
     views: dict[str, Any] = label(factory=dict)
@@ -130,10 +125,6 @@ class ProfilingConfig:
     """Steps before each trace in which the profiler already runs but records nothing."""
     active: int = tracing_label(1, least=1)
     """Steps per trace."""
-    with_stack: bool = tracing_label(False)
-    """Record the Python stack of every operation; makes steps slow and traces large."""
-    record_shapes: bool = tracing_label(True)
-    """Record the input shapes of every operation."""
     ranks: list[int] = tracing_label(factory=lambda: [0])
     """Ranks that write traces."""
     phases: bool = label(False)

@@ -387,8 +387,6 @@ class CompileConfig:
     """What is compiled: blocks, loss, or both."""
     backend: str = execution("inductor", needs=COMPILE)
     """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
-    fullgraph: bool = execution(True, needs=COMPILE)
-    """Make a graph break inside a block an error; false runs Python between the graphs."""
     cuda_graphs: bool = execution(False, id_omits_default=True)
     """Capture the passes of a step in one CUDA graph and its update in another, which the host launches in
     place of their kernels; with or without compiled components."""

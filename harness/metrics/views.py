@@ -109,12 +109,11 @@ class WandbView:
 def _account(config: MetricsConfig) -> dict[str, Any]:
     return {
         "project": config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
-        "entity": config.wandb_entity,
-        "mode": wandb_mode(config.wandb_mode),
+        "mode": wandb_mode(),
     }
 
 
-def wandb_mode(wanted: str | None) -> str | None:
+def wandb_mode() -> str | None:
     """Return the mode for ``wandb.init``; None if the environment sets WANDB_MODE, which then decides.
 
     Without an API key it is ``offline``, because ``online`` would ask for one on a terminal and
@@ -122,9 +121,7 @@ def wandb_mode(wanted: str | None) -> str | None:
     """
     if os.environ.get("WANDB_MODE"):
         return None
-    if wanted in (None, "online"):
-        return "online" if has_wandb_key() else "offline"
-    return wanted
+    return "online" if has_wandb_key() else "offline"
 
 
 def has_wandb_key() -> bool:

@@ -84,9 +84,7 @@ def apply_compile(
             entry.register_forward_hook(_wait)
     # By default torch compiles the second length for all lengths, which is slower.
     dynamic = None if lengths == 1 else False
-    compiled = partial(
-        torch.compile, backend=config.backend, fullgraph=config.fullgraph, dynamic=dynamic
-    )
+    compiled = partial(torch.compile, backend=config.backend, fullgraph=True, dynamic=dynamic)
     for block in part.blocks.values():
         if block.moe is None or not layout.has_expert_mesh:
             block.forward = compiled(block.forward)  # type: ignore[method-assign]

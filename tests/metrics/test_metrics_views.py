@@ -42,26 +42,23 @@ def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
 
 
 @pytest.mark.parametrize(
-    ("environment", "netrc", "wanted", "mode"),
+    ("environment", "netrc", "mode"),
     # In the last but one row the key is that of another server.
     rows("""
-        {}                                                false  null      offline
-        {}                                                false  online    offline
-        {}                                                false  disabled  disabled
-        {WANDB_API_KEY: k}                                false  null      online
-        {WANDB_IDENTITY_TOKEN_FILE: f}                    false  null      online
-        {WANDB_API_KEY: k}                                false  offline   offline
-        {}                                                true   null      online
-        {WANDB_BASE_URL: "https://wandb.example.org"}     true   null      offline
-        {WANDB_MODE: offline}                             false  online    null
+        {}                                                false  offline
+        {WANDB_API_KEY: k}                                false  online
+        {WANDB_IDENTITY_TOKEN_FILE: f}                    false  online
+        {}                                                true   online
+        {WANDB_BASE_URL: "https://wandb.example.org"}     true   offline
+        {WANDB_MODE: offline}                             false  null
     """),
 )
-def test_wandb_is_online_with_a_key(monkeypatch, tmp_path, environment, netrc, wanted, mode):
+def test_wandb_is_online_with_a_key(monkeypatch, tmp_path, environment, netrc, mode):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if netrc:
         (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert wandb_mode(wanted) == mode
+    assert wandb_mode() == mode
 
 
 # A .wandb file is a LevelDB log (github.com/google/leveldb, doc/log_format.md) after a header of its own.

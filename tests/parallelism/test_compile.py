@@ -111,7 +111,6 @@ def test_a_graph_break_is_an_error(monkeypatch):
     monkeypatch.setattr(FeedForward, "forward", forward)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         graphs_after_two_steps()
-    assert graphs_after_two_steps("compile.fullgraph=false") > 2
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,7 @@ class Profiling(Observer):
             schedule=schedule(
                 skip_first=first, wait=0, warmup=self.config.warmup, active=self.config.active
             ),
-            record_shapes=self.config.record_shapes,
-            with_stack=self.config.with_stack,
+            record_shapes=True,
         )
         # Otherwise the trace would count steps from 0.
         profiler.step_num = first
