@@ -11,7 +11,7 @@ from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.metrics.mfu import peak_of
-from harness.model.accounting import block_parameters
+from harness.model.spec import block_tensors
 from harness.tools.report.rounds import Spread, ratios_by_round
 from harness.util.document import to_markdown
 from harness.util.encoding import flatten
@@ -134,7 +134,7 @@ def estimated_bytes(job: Job, *, whole_logits: bool) -> float:
         whole_logits: count the logits of all tokens at once, whatever the job says, as torchtitan has them.
     """
     model, tokens = job.model, job.local_batch_size * job.training.seq_len
-    block = block_parameters(model)
+    block = sum(tensor.size for tensor in block_tensors(model, 0) if not tensor.is_buffer)
     tables = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
     # Masters, gradients and both moments of AdamW, all float32.
     state = 16 * (model.n_layers * block + tables)

@@ -47,7 +47,7 @@ def begin(
             checkpoints are newer.
         state: the new state in ``status.json``.
     """
-    with folder.locked(job):
+    with folder.locked():
         others = _unfinished_siblings(job) if adopt else []
         _archive_earlier_attempt(folder, job, (*DESCRIPTION, *PER_ATTEMPT))
         folder.describe(job, overrides)
@@ -72,7 +72,7 @@ def begin_again(folder: RunFolder, job: Job) -> None:
 
     Before the first attempt of a submitted job, the folder is as ``begin`` left it.
     """
-    with folder.locked(job):
+    with folder.locked():
         if folder.state != "submitted":
             _archive_earlier_attempt(folder, job, PER_ATTEMPT)
         for name in ("errors", "logs"):

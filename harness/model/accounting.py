@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from harness.config.model import ModelConfig, of_one_model
 from harness.model.architecture import architecture_of
-from harness.model.spec import block_tensors, tensors
+from harness.model.spec import tensors
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,6 @@ class Accounting:
     """FLOPs of forward and backward per token by the published convention: ``account_decoder``."""
     flops_per_token_causal: float
     """The same, with attention over the positions that are attended to."""
-
-
-def block_parameters(model: ModelConfig, layer: int = 0) -> int:
-    """Parameters of one decoder block."""
-    return sum(block_weights(model, layer))
-
-
-def block_weights(model: ModelConfig, layer: int) -> tuple[int, int]:
-    """Parameters of a block's experts, and all its others."""
-    parameters = [tensor for tensor in block_tensors(model, layer) if not tensor.is_buffer]
-    experts = sum(tensor.size for tensor in parameters if tensor.is_expert)
-    return experts, sum(tensor.size for tensor in parameters) - experts
 
 
 def attention_flops(model: ModelConfig, reach: float) -> float:

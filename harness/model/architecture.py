@@ -64,8 +64,16 @@ class Architecture(ABC):
         """A key for each block; blocks with equal keys have the same modules and operations."""
 
     @abstractmethod
-    def fsdp_groups(self, model: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
-        """The FSDP group of every module that FSDP wraps, as ``spec.fsdp_groups``."""
+    def fsdp_groups(self, model: ModelConfig, experts_apart: bool) -> dict[str, str]:
+        """The FSDP group of every module that FSDP wraps, inner modules before outer ones.
+
+        FSDP gathers the parameters of a group at once. A parameter belongs to the group of the
+        innermost wrapped module around it; "" is the model itself.
+
+        Args:
+            experts_apart: whether experts have another mesh than the other parameters, so another
+                group.
+        """
 
     @abstractmethod
     def account(self, model: ModelConfig, seq_len: int) -> Accounting:

@@ -13,7 +13,6 @@ from harness.model.architecture import block_of
 from harness.model.attention import build_attention
 from harness.model.cache import CachedKernel, CachedPass
 from harness.model.feed_forward import FeedForward
-from harness.model.kernels import AttentionSpec
 from harness.model.moe import MoE
 from harness.model.part import ModelPart
 from harness.model.rope import rope_table, signed_table
@@ -282,15 +281,20 @@ class Decoder(ModelPart):
         positions = self.positions
         blocks = self.blocks
         tokens_BT = self._tokens(documents_BT)
+        inner: list[Any] = [block.attention.inner for block in blocks.values()]
+        kernels = {each.spec: each for each in inner}
         if cached is None:
-            masks = self._masks(documents_BT, x, length)
+            masks = {
+                spec: kernel.mask(documents_BT, len(x), length, x.device)
+                for spec, kernel in kernels.items()
+            }
             if length < self.seq_len:
                 rope = rope[:, :length]
                 positions = positions[:length]
         else:
             positions = cached.positions
             rope = self.rope[:, positions]
-            masks = {spec: cached.slots_of(kernel) for spec, kernel in self._by_spec.items()}
+            masks = {spec: cached.slots_of(kernel) for spec, kernel in kernels.items()}
         for layer in map(int, self.layers):
             mask = masks[blocks[layer].attention.inner.spec]
             x, load_E = blocks[layer](x, rope, mask, positions, tokens_BT)
@@ -313,18 +317,6 @@ class Decoder(ModelPart):
         return self.output(
             x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None)
         )
-
-    @property
-    def _by_spec(self) -> dict[AttentionSpec, Any]:
-        return {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
-
-    def _masks(
-        self, documents_BT: Tensor | None, x: Tensor, length: int
-    ) -> dict[AttentionSpec, Any | None]:
-        return {
-            reach: kernel.mask(documents_BT, x.shape[0], length, x.device)
-            for reach, kernel in self._by_spec.items()
-        }
 
     def _tokens(self, documents_BT: Tensor | None) -> Tensor | None:
         """Whether each position that this rank's routers route has a token; None: all have."""

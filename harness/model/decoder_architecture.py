@@ -72,16 +72,16 @@ class DecoderArchitecture(Architecture):
         _validate_mup(model)
 
     def modules(self, model: ModelConfig) -> Iterator[ModuleSpec]:
-        return spec.decoder_modules(model)
+        return spec.parametrized(model, spec.decoder_modules)
 
     def block_modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-        return spec.decoder_block_modules(model, layer)
+        return spec.parametrized(model, lambda each: block_of(each).modules(each, layer))
 
     def block_prefix(self, model: ModelConfig, layer: int) -> str:
         """Block ``n_layers`` is multi-token prediction's."""
         return f"layers.{layer}." if layer < model.n_layers else "mtp.block."
 
-    def fsdp_groups(self, model: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
+    def fsdp_groups(self, model: ModelConfig, experts_apart: bool) -> dict[str, str]:
         groups: dict[str, str] = {}
         for layer in range(model.num_blocks):
             block = self.block_prefix(model, layer).removesuffix(".")
@@ -130,7 +130,7 @@ class PreNorm(BlockKind):
     """Attention and a feed-forward or mixture of experts, each after a norm."""
 
     def modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-        return spec.pre_norm_modules(model, layer)
+        return spec.PreNormBlock(model, layer).modules()
 
     def build(self, model: ModelConfig, layer: int) -> Block:
         from harness.model.decoder import Block

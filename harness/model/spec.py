@@ -178,22 +178,7 @@ def modules(config: ModelConfig) -> Iterator[ModuleSpec]:
     return architecture_of(config).modules(config)
 
 
-def decoder_modules(config: ModelConfig) -> Iterator[ModuleSpec]:
-    """Every module of a decoder, in order."""
-    yield from _parametrized(config, _modules)
-
-
-def block_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-    """Every module of one block."""
-    return architecture_of(config).block_modules(config, layer)
-
-
-def decoder_block_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-    """Every module of a decoder's block; number ``n_layers`` is multi-token prediction's."""
-    yield from _parametrized(config, lambda model: block_of(model).modules(model, layer))
-
-
-def _parametrized(
+def parametrized(
     config: ModelConfig, describe: Callable[[ModelConfig], Iterator[ModuleSpec]]
 ) -> Iterator[ModuleSpec]:
     """The modules of a model in its parametrization, the standard one or muP."""
@@ -224,7 +209,8 @@ def _in_mup(tensor: TensorSpec, base: TensorSpec, stream: float) -> TensorSpec:
     return replace(tensor, widths=widths, init=init)
 
 
-def _modules(config: ModelConfig) -> Iterator[ModuleSpec]:
+def decoder_modules(config: ModelConfig) -> Iterator[ModuleSpec]:
+    """Every module of a decoder, in order, in the standard parametrization."""
     std = config.dim**-0.5
     head = Init(std, cut=3 * std)
     table = head if config.tied_embeddings else Init(config.embedding_std)
@@ -259,7 +245,8 @@ def _tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
 def block_tensors(config: ModelConfig, layer: int) -> list[TensorSpec]:
     """Every tensor of one block, in the block's order."""
-    return [tensor for module in block_modules(config, layer) for tensor in module.tensors]
+    found = architecture_of(config).block_modules(config, layer)
+    return [tensor for module in found for tensor in module.tensors]
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
@@ -277,36 +264,18 @@ def is_buffer(name: str) -> bool:
     return name.endswith(BALANCE_BIAS)
 
 
-def is_expert(name: str) -> bool:
-    """Whether a tensor stacks the values of all experts of a block."""
-    return ".moe.experts." in f".{name}"
-
-
 def block_prefix(config: ModelConfig, layer: int) -> str:
     """The prefix of the names in a block."""
     return architecture_of(config).block_prefix(config, layer)
 
 
 def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
-    """The FSDP group of every module that FSDP wraps, inner modules before outer ones.
-
-    FSDP gathers the parameters of a group at once. A parameter belongs to the group of the
-    innermost wrapped module around it; "" is the model itself.
-
-    Args:
-        experts_apart: whether experts have another mesh than the other parameters, so another
-            group.
-    """
-    return architecture_of(config).fsdp_groups(config, experts_apart=experts_apart)
+    """The FSDP group of every module that FSDP wraps (``Architecture.fsdp_groups``)."""
+    return architecture_of(config).fsdp_groups(config, experts_apart)
 
 
-def pre_norm_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-    """Every module of a pre-norm block, in the standard parametrization."""
-    return _PreNormBlock(config, layer).modules()
-
-
-class _PreNormBlock:
-    """The modules of one pre-norm block.
+class PreNormBlock:
+    """The modules of one pre-norm block, in the standard parametrization.
 
     Linears are initialized as in torchtitan's Llama 3: a normal of std 0.02 truncated at +-2. Those
     that write to the residual stream (wo, w2) or gate it (w3) have std 0.02 / sqrt(2 (layer + 1)),

@@ -204,8 +204,7 @@ class Muon(OwnOptimizer):
             stored = [each.stacked(each.parameter)[unit.first : unit.stop] for unit, each in held]
             values = [each.float() for each in stored]
             rate: Any = group["lr"] if applied is None else group["lr"] * applied
-            scales = {tensor.scale for _, tensor in held}
-            rates = {scale: rate * scale for scale in scales}
+            rates = {scale: rate * scale for scale in {each.scale for _, each in held}}
             if values:
                 torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
             for target, value, (unit, each) in zip(stored, values, held, strict=True):

@@ -163,16 +163,9 @@ def kinds_of(config: OptimizerConfig, tensors: Iterable[TensorSpec]) -> dict[str
     return found
 
 
-def exchanges(config: OptimizerConfig, tensors: Iterable[TensorSpec]) -> str | None:
-    """Return the kind of optimizer that exchanges pieces between ranks, if any does."""
-    named = {
-        config.kind,
-        KINDS[config.kind].others,
-        *(group.get("kind") for group in config.groups),
-    }
-    if not any(KINDS[kind].exchanges for kind in named if kind):
-        return None
-    return next((kind for kind in kinds_of(config, tensors) if KINDS[kind].exchanges), None)
+def exchanges(config: OptimizerConfig, tensors: Iterable[TensorSpec]) -> bool:
+    """Whether an optimizer exchanges pieces between ranks."""
+    return any(KINDS[kind].exchanges for kind in kinds_of(config, tensors))
 
 
 def check_groups(config: OptimizerConfig, tensors: Mapping[str, TensorSpec]) -> None:

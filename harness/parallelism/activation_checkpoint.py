@@ -119,7 +119,7 @@ def _checkpointed(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # The compiler knows torch's function, and recomputes inside of a graph.
         if splits_backward and not torch.compiler.is_compiling():
-            contexts = options.get("context_fn", _no_contexts)()
+            contexts = options["context_fn"]() if options else (nullcontext(), nullcontext())
             return _recomputed_once(partial(forward, *args, **kwargs), *contexts)
         return checkpoint(
             forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
@@ -174,10 +174,6 @@ def _recomputed_once(forward: Callable[[], Any], saving: Any, recomputing: Any) 
 
     with saving, saved_tensors_hooks(pack, unpack):
         return forward()
-
-
-def _no_contexts() -> tuple[Any, Any]:
-    return nullcontext(), nullcontext()
 
 
 def _selective_contexts(saved: set[str], every_nth_matmul: int) -> Any:

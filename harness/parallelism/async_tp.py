@@ -37,20 +37,13 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    works = "parallelism.async_tp=false"
-    if device.type != "cuda":
-        raise ConfigError("parallelism.async_tp", True, "this rank computes on a CPU", works)
-    own = device.index
-    others = [i for i in range(torch.cuda.device_count()) if i != own]
-    if len(others) + 1 < mesh.size() or not all(
-        torch.cuda.can_device_access_peer(own, i) for i in others
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    others = [i for i in range(count) if i != device.index]
+    if count < mesh.size() or not all(
+        torch.cuda.can_device_access_peer(device.index, i) for i in others
     ):
-        raise ConfigError(
-            "parallelism.async_tp",
-            True,
-            "the GPUs here have no access to each other's memory",
-            works,
-        )
+        rule = "needs GPUs that have access to each other's memory"
+        raise ConfigError("parallelism.async_tp", True, rule, "parallelism.async_tp=false")
     symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
     for kind, names in _FUSED.items():
         for name in names:
@@ -70,13 +63,9 @@ def _counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def describe_fused(counts: Mapping[str, int]) -> str:
     """Describe what asynchronous tensor parallel has fused in the first step; warn if a kind is missing."""
-    missing = " and ".join(kind for kind in _FUSED if not counts.get(kind))
-    if missing:
-        return (
-            f"WARNING parallelism.async_tp=true: the compiler has fused no {missing} with products"
-        )
-    found = " and ".join(f"{counts[kind]} {kind}" for kind in _FUSED)
-    return f"fused {found} with products, in the first step"
+    found = " and ".join(f"{counts.get(kind, 0)} {kind}" for kind in _FUSED)
+    warning = "" if all(map(counts.get, _FUSED)) else "WARNING parallelism.async_tp=true: "
+    return f"{warning}fused {found} with products, in the first step"
 
 
 def avoid_copies(async_tp: bool) -> None:

@@ -23,14 +23,13 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
     wait_tensor,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from harness.config.parallelism import ParallelismConfig
 from harness.model.grouped import on_host
-from harness.model.moe import Exchange, Experts, MoE
+from harness.model.moe import Exchange, Experts
 from harness.model.part import ModelPart
-from harness.model.spec import block_prefix, tensors
+from harness.model.spec import TensorSpec, block_prefix, tensors
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 from harness.parallelism.tensor_styles import SEQUENCE_DIM, into_stream, place
@@ -50,13 +49,13 @@ def apply_expert_parallel(
     specs = tensors(part.config)
     for layer, moe in part.mixtures.items():
         if layout.tp > 1 and not plain:
-            _replicate_router(moe, mesh.axis("tp"))
+            # Ranks route different tokens, or the same tokens to different parts of experts.
+            for name, _ in list(moe.router.named_parameters()):
+                place(moe.router, name, mesh.axis("tp"), None)
+            moe.router.partial_gradients = {"weight": [Partial()], "bias": [Partial()]}  # type: ignore[assignment]
         if layout.ep > 1 or layout.splits_experts:
             prefix = f"{block_prefix(part.config, layer)}moe.experts."
-            dims = {
-                name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()
-            }
-            _split_experts(moe.experts, dims, mesh, layout)
+            _split_experts(moe.experts, prefix, specs, mesh, layout)
         if layout.splits_experts:
             into = None if plain else stream
             moe.reduce_output = partial(into_stream, mesh=mesh.axis("tp"), stream=into)
@@ -80,37 +79,28 @@ def routed_positions(layout: ParallelismConfig, seq_len: int, mesh: Mesh) -> Ten
     return positions_T
 
 
-def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
-    """Make the router's parameters replicated DTensors with partial gradients.
-
-    Ranks route different tokens, or the same tokens to different parts of experts.
-    """
-    for name, _ in list(moe.router.named_parameters()):
-        place(moe.router, name, mesh, None)
-    moe.router.partial_gradients = {"weight": [Partial()], "bias": [Partial()]}  # type: ignore[assignment]
-
-
 def _split_experts(
-    experts: Experts, dims: Mapping[str, int | None], mesh: Mesh, layout: ParallelismConfig
+    experts: Experts,
+    prefix: str,
+    specs: Mapping[str, TensorSpec],
+    mesh: Mesh,
+    layout: ParallelismConfig,
 ) -> None:
-    axes = ((EXPERT,) if layout.ep > 1 else ()) + (
-        (EXPERT_TENSOR,) if layout.splits_experts else ()
-    )
-    on = (
-        mesh.axis("tp")
-        if mesh.experts is None
-        else mesh.experts[axes if len(axes) > 1 else axes[0]]
-    )
-    for name, parameter in list(experts.named_parameters()):
-        split: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
-        if layout.splits_experts:
-            dim = dims[name]
-            split.append(Replicate() if dim is None else Shard(dim))
-        experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter, on, split)))
-    if layout.splits_experts:
+    axes = (EXPERT,) if layout.ep > 1 else ()
+    by_expert: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
+    if not layout.splits_experts:
+        assert mesh.experts is not None
+        on = mesh.experts[axes]
+    else:
+        on = mesh.axis("tp") if mesh.experts is None else mesh.experts[*axes, EXPERT_TENSOR]
         experts.output_shares = layout.tp
-        summed: list[Placement] = [*([Shard(EXPERTS_DIM)] if layout.ep > 1 else []), Partial()]
-        experts.partial_gradients = {"b2": summed}  # type: ignore[assignment]
+        experts.partial_gradients = {"b2": [*by_expert, Partial()]}  # type: ignore[assignment]
+    for name, parameter in list(experts.named_parameters()):
+        split = by_expert
+        if layout.splits_experts:
+            dim = specs[prefix + name].split_dim
+            split = [*by_expert, Replicate() if dim is None else Shard(dim)]
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter, on, split)))
 
 
 def _summed(groups: list[dist.ProcessGroup], counts: Tensor) -> Tensor:

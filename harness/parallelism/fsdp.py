@@ -36,7 +36,7 @@ from harness.util.errors import ConfigError
 
 
 def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> None:
-    """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
+    """Wrap every FSDP group of a model part (``Architecture.fsdp_groups``), in place."""
     layout = job.parallelism
     precision = job.precision
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
@@ -63,10 +63,9 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
     in_place = InPlace()
     for group, modules in groups.items():
         on = mesh.axis(*axes)
-        names = (*axes[:-1], EXPERT_SHARD)
         if isinstance(modules[0], Experts):
             assert mesh.experts is not None
-            on = mesh.experts[names if len(names) > 1 else EXPERT_SHARD]
+            on = mesh.experts[*axes[:-1], EXPERT_SHARD]
         casts = on.size(-1) == 1 and not precision.enable_fsdp_float8_all_gather
         wrapped = fully_shard(
             modules,

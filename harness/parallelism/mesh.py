@@ -52,7 +52,7 @@ class Mesh:
 
     def axis(self, *names: str) -> DeviceMesh:
         """The submesh of one or more axes; dp_shard and cp are the one axis ``shard``."""
-        return self.device_mesh[names if len(names) > 1 else names[0]]
+        return self.device_mesh[names]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of one axis of degree above 1."""
@@ -80,36 +80,27 @@ def build_mesh(
         device: the ranks' device type.
         has_experts: whether the model has experts, which may need a mesh of their own.
     """
-    degrees = layout.degrees
-    sizes = {
-        "pp": layout.pp,
-        "dp_replicate": layout.dp_replicate,
-        SHARD: layout.parameter_shards,
-        "tp": layout.tp,
-    }
-    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == SHARD}
-    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def made(sizes: dict[str, int]) -> DeviceMesh:
+        outer = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
+        always = (SHARD, EXPERT_SHARD, EXPERT)
+        kept = {axis: size for axis, size in (outer | sizes).items() if size > 1 or axis in always}
+        return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+    device_mesh = made({SHARD: layout.parameter_shards, "tp": layout.tp})
     context = None
     if layout.cp > 1:
-        groups = context_groups(device_mesh.mesh, list(sizes).index(SHARD), layout.cp)
+        axis = (device_mesh.mesh_dim_names or ()).index(SHARD)
+        groups = context_groups(device_mesh.mesh, axis, layout.cp)
         context, _ = dist.new_subgroups_by_enumeration(groups)
-    experts = _expert_mesh(layout, device) if has_experts and layout.has_expert_mesh else None
-    return Mesh(device_mesh, degrees, context, experts)
-
-
-def _expert_mesh(layout: ParallelismConfig, device: torch.device) -> DeviceMesh:
-    """Mesh of the same ranks in the same order, with expert axes within a replica of a stage."""
-    sizes = {
-        "pp": layout.pp,
-        "dp_replicate": layout.dp_replicate,
-        EXPERT_SHARD: layout.expert_shards,
-        EXPERT: layout.ep,
-        EXPERT_TENSOR: layout.tp if layout.expert_tensor_parallel else 1,
-    }
-    sizes = {
-        axis: size for axis, size in sizes.items() if size > 1 or axis in (EXPERT_SHARD, EXPERT)
-    }
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    experts = None
+    if has_experts and layout.has_expert_mesh:
+        # The same ranks in the same order, with expert axes within a replica of a stage.
+        parts = layout.tp if layout.expert_tensor_parallel else 1
+        experts = made(
+            {EXPERT_SHARD: layout.expert_shards, EXPERT: layout.ep, EXPERT_TENSOR: parts}
+        )
+    return Mesh(device_mesh, layout.degrees, context, experts)
 
 
 def stage_group(mesh: Mesh) -> dist.ProcessGroup | None:

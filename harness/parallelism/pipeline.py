@@ -115,10 +115,17 @@ def build_schedule(
             stages_of_rank(layout, n_layers, mesh.rank("pp")), parts, strict=True
         )
     ]
+
+    def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+        if job.training.loss_chunks > 1:
+            return output  # already the loss
+        with annotated("forward.head", total - 1):
+            return loss(output, labels)
+
     # The loss is a sum over the global number of tokens: microbatches must add up, not average.
     common: dict[str, Any] = {
         "n_microbatches": job.microbatches,
-        "loss_fn": _marked(loss, total - 1) if job.training.loss_chunks == 1 else _loss_of_head,
+        "loss_fn": loss_of,
         "scale_grads": False,
     }
     if layout.pp_schedule_csv is not None:
@@ -137,21 +144,6 @@ def build_schedule(
     return schedule_class(
         stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages, **common
     )
-
-
-def _marked(
-    loss: Callable[[Tensor, Tensor], Tensor], last: int
-) -> Callable[[Tensor, Tensor], Tensor]:
-    def call(output: Tensor, labels: Tensor) -> Tensor:
-        with annotated("forward.head", last):
-            return loss(output, labels)
-
-    return call
-
-
-def _loss_of_head(loss: Tensor, _labels: Tensor) -> Tensor:
-    """With chunked loss the last stage's output already is the loss."""
-    return loss
 
 
 # By name: waits for sends are actions of their own since torch 2.15.

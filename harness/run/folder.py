@@ -164,14 +164,9 @@ class RunFolder:
         """Describe a job that will run here later, unless an attempt has already started."""
         if (self.path / "job.json").exists() and self.state != "planned":
             return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
+        with self._written():
             self.describe(job, overrides)
             self.set_status("planned")
-        except OSError as error:
-            raise UserError(
-                f"runs_dir={job.runs_dir}: cannot write the run folder: {error}"
-            ) from error
 
     def read_job(self) -> Job:
         """Return the job in ``job.json``."""
@@ -183,22 +178,25 @@ class RunFolder:
             ) from None
 
     @contextlib.contextmanager
-    def locked(self, job: Job) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lock the folder and keep the lock, unless the body raises."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._hold()
-            self._refuse_if_running()
-            make_reserve(self.path)
-            yield
-        except OSError as error:
-            self.release()
-            raise UserError(
-                f"runs_dir={job.runs_dir}: cannot write the run folder: {error}"
-            ) from error
+            with self._written():
+                self._hold()
+                self._refuse_if_running()
+                make_reserve(self.path)
+                yield
         except BaseException:
             self.release()
             raise
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            yield
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write the run folder: {error}") from error
 
     def describe(self, job: Job, overrides: list[str]) -> None:
         """Write job, overrides and code version; create the folders that ranks write into."""
@@ -216,11 +214,8 @@ class RunFolder:
 
     def hold(self) -> None:
         """Lock the folder, unless this object has done so; the lock ends with the process at the latest."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
+        with self._written():
             self._hold()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot write the run folder: {error}") from error
 
     def _hold(self) -> None:
         if self._lock is not None:

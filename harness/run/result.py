@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,9 @@ def newest(run_dir: Path) -> dict[str, Any]:
 
 def evaluated_columns(rows: Sequence[Metrics]) -> list[str]:
     """Names of the evaluation columns that any row has, without numbers of documents, tokens and examples."""
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(row)
     return [
         name
-        for name in names
+        for name in dict.fromkeys(chain.from_iterable(rows))
         if name.startswith(f"{PREFIX}.") and name.rpartition(".")[2] not in COUNTS
     ]
 

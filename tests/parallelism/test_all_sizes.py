@@ -22,7 +22,7 @@ from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
-from harness.model.spec import is_expert, parameter_shapes
+from harness.model.spec import parameter_shapes
 from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
@@ -84,6 +84,10 @@ def laid_out(job: Job, rank: int) -> list[Decoder]:
             for name, parameter in part.named_parameters():
                 check(name, parameter, job.parallelism)
         return parts
+
+
+def is_expert(name: str) -> bool:
+    return ".moe.experts." in f".{name}"
 
 
 def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None:

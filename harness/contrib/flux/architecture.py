@@ -95,7 +95,7 @@ class FluxArchitecture(Architecture):
     def block_modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
         return block_modules(model, layer)
 
-    def fsdp_groups(self, model: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
+    def fsdp_groups(self, model: ModelConfig, experts_apart: bool) -> dict[str, str]:
         # A group for every block; all else is small and stays in the root's.
         return {f"layers.{layer}": f"layers.{layer}" for layer in range(model.n_layers)} | {
             "": "root"
