@@ -25,7 +25,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.figures import RankFigures
-from harness.tools.rehearse.server import Rehearsals, require_no_gpu
+from harness.tools.rehearse.server import rehearse_rank, require_no_gpu
 from harness.util.errors import UserError
 
 FOLDER = Path(__file__).parent
@@ -63,15 +63,14 @@ def main() -> None:
     sets = [name for name in SETS if name in arguments] or SETS
     named = [each for each in arguments if each not in SETS]
     done = {row["job"] for row in rows()}
-    with Rehearsals() as rehearsals:
-        for name in sets:
-            for job, overrides in jobs_of(name).items():
-                if job in named or not (named or job in done):
-                    rehearse_one(rehearsals, name, job, overrides)
+    for name in sets:
+        for job, overrides in jobs_of(name).items():
+            if job in named or not (named or job in done):
+                rehearse_one(name, job, overrides)
     write_tables()
 
 
-def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str]) -> None:
+def rehearse_one(of: str, name: str, overrides: list[str]) -> None:
     """Rehearse the ranks of a job that differ; append a row for each."""
     began = time.perf_counter()
     try:
@@ -81,7 +80,7 @@ def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str
         return
     require_no_gpu(job.rehearse)
     for rank in ranks_to_rehearse(job, job.rehearse):
-        figures = rehearsals.run(job.plain, rank, job.rehearse)
+        figures = rehearse_rank(job.plain, rank, job.rehearse)
         row = row_of(of, name, overrides, job.world_size, figures)
         with ROWS.open("a") as file:
             file.write(f"{json.dumps(row)}\n")

@@ -1,8 +1,4 @@
-"""Ranks of rehearsals: ``python -m harness.tools.rehearse.rank``, started with the stand-in library loaded.
-
-The process imports torch once and then takes requests, a line of JSON each, from standard input.
-Every rank is a process of its own, forked from it.
-"""
+"""A rank of a rehearsal: ``python -m harness.tools.rehearse.rank``, with the stand-in library loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,65 +37,20 @@ CONTROLLER = "HARNESS_REHEARSAL"
 """Environment variable with the parent's process id; ranks end when the parent does."""
 
 
-@dataclass(frozen=True)
-class RankRequest:
-    """One rank to rehearse."""
-
-    job: str
-    """The resolved job as JSON."""
-    rank: int
-    steps: int
-    skew: float
-    result: str
-    """File for the figures."""
-    log: str
-    """File for the output of the process."""
-
-
-def main() -> None:
-    """Serve requests until standard input ends; answer each with the process id and the exit code."""
+def main(result: Path) -> None:
+    """Rehearse the rank of the request on standard input; write its figures into ``result``."""
     end_with_parent(int(os.environ[CONTROLLER]))
-    requests = (RankRequest(**json.loads(line)) for line in sys.stdin)
-    first = next(requests, None)
-    if first is None:
-        return
-    # torch reads some of it when it is imported; that part is the same for all jobs.
-    set_environment(Job.from_json(first.job), Path(first.result).parent)
+    request = json.load(sys.stdin)
+    job = Job.from_json(request.pop("job"))
+    set_environment(job, result.parent)  # torch reads some of it when it is imported
     import harness.tools.rehearse.substitutes  # noqa: F401
 
-    serve(first)
-    for request in requests:
-        serve(request)
-
-
-def serve(request: RankRequest) -> None:
-    """Fork a process for a rank and wait for it."""
-    process = os.fork()
-    if process == 0:
-        _be_rank(request)
-    sys.stdout.write(f"{process}\n")
+    figures = rehearse(job, **request)
+    result.write_bytes(pickle.dumps(figures))
     sys.stdout.flush()
-    _, status = os.waitpid(process, 0)
-    sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-    sys.stdout.flush()
-
-
-def _be_rank(request: RankRequest) -> None:
-    code = 1
-    try:
-        log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        figures = rehearse(Job.from_json(request.job), request.rank, request.steps, request.skew)
-        Path(request.result).write_bytes(pickle.dumps(figures))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Skip the destructors of communicators.
-        os._exit(code)
+    sys.stderr.flush()
+    # Skip the destructors of communicators.
+    os._exit(0)
 
 
 def rehearse(job: Job, rank: int, steps: int, skew: float) -> RankFigures:
@@ -395,4 +345,4 @@ def _failure(error: BaseException, step: int | None) -> RehearsalFailure:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

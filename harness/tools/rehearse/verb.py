@@ -7,7 +7,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.render import as_dict, render
-from harness.tools.rehearse.server import Rehearsals, require_no_gpu
+from harness.tools.rehearse.server import rehearse_rank, require_no_gpu
 from harness.util.errors import EXIT_OK
 
 HELP = """`harness rehearse`: run a job's code on virtual GPUs, and compare it with its plan.
@@ -36,10 +36,7 @@ def rehearse_plan(plan: Plan, config: RehearseConfig | None = None) -> Result:
     """
     config = config or RehearseConfig()
     require_no_gpu(config)
-    with Rehearsals() as rehearsals:
-        ranks = [
-            rehearsals.run(plan.job, rank, config) for rank in ranks_to_rehearse(plan.job, config)
-        ]
+    ranks = [rehearse_rank(plan.job, rank, config) for rank in ranks_to_rehearse(plan.job, config)]
     failed = any(rank.failure is not None for rank in ranks)
     return Result(as_dict(plan, ranks), render(plan, ranks), EXIT_FAILED if failed else EXIT_OK)
 

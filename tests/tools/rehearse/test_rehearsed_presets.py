@@ -22,7 +22,7 @@ from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
 from harness.tools.rehearse.render import Quantity, memory_lines, traffic_lines
-from harness.tools.rehearse.server import Rehearsals
+from harness.tools.rehearse.server import rehearse_rank
 
 pytestmark = pytest.mark.rehearsal
 
@@ -49,13 +49,6 @@ SMALL_SUMS = 2**22
 """Bytes of a step's sums that the plan leaves out."""
 
 
-@pytest.fixture(scope="module")
-def rehearsals():
-    """One process that has imported torch, for all tests of this file."""
-    with Rehearsals() as running:
-        yield running
-
-
 @dataclass(frozen=True)
 class Rehearsed:
     """Ranks of a job beside their plan."""
@@ -64,13 +57,13 @@ class Rehearsed:
     ranks: list[RankFigures]
 
 
-def rehearsed(rehearsals: Rehearsals, *overrides: str) -> Rehearsed:
+def rehearsed(*overrides: str) -> Rehearsed:
     named = {each.partition("=")[0] for each in overrides}
     common = ("data=synthetic", "tokenizer=bytes", "precision=bf16")
     typed = [*(each for each in common if each.split("=")[0] not in named), *overrides]
     job = compose_job(typed, config_name="rehearse", schema=RehearseJob)
     ranks = [
-        rehearsals.run(job.plain, rank, job.rehearse)
+        rehearse_rank(job.plain, rank, job.rehearse)
         for rank in ranks_to_rehearse(job, job.rehearse)
     ]
     # Nothing is computed, so every expert has as many rows; a plan takes the busiest rank's.
@@ -120,9 +113,9 @@ def check_collectives(found: Rehearsed) -> None:
 
 
 @pytest.mark.parametrize("preset", options("parallelism"))
-def test_layouts(rehearsals, preset):
+def test_layouts(preset):
     experts = "ep" in preset.split("_")
-    found = rehearsed(rehearsals, *(MIXTURE if experts else DENSE), f"parallelism={preset}")
+    found = rehearsed(*(MIXTURE if experts else DENSE), f"parallelism={preset}")
     check(found, waits=EXPERTS if experts else set())
     check_collectives(found)
     if found.plan.job.fsdp_ranks == 1:
@@ -150,10 +143,10 @@ def test_layouts(rehearsals, preset):
         *("precision=float8_rowwise", "activation_checkpoint=full"),
     ],
 )
-def test_flux(rehearsals, choice):
+def test_flux(choice):
     """Its batches are pictures."""
     layout = [] if choice.startswith("parallelism") else ["parallelism=fsdp"]
-    found = rehearsed(rehearsals, *FLUX, *layout, choice)
+    found = rehearsed(*FLUX, *layout, choice)
     check(found)
     [figures] = found.ranks
     formats = {product.formats for product in figures.products}
@@ -164,9 +157,9 @@ def test_flux(rehearsals, choice):
 
 
 @pytest.mark.parametrize("preset", options("precision"))
-def test_formats(rehearsals, preset):
+def test_formats(preset):
     on = ["cluster.accelerator=B200"] if preset == "mxfp8" else []
-    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", f"precision={preset}", *on)
+    found = rehearsed(*SMALL, "parallelism=fsdp", f"precision={preset}", *on)
     if preset == "mxfp8" and torch.__version__ >= "2.15":
         [failure] = [figures.failure for figures in found.ranks]
         assert (
@@ -198,10 +191,10 @@ def test_formats(rehearsals, preset):
         ),
     ],
 )
-def test_updates_and_recomputation(rehearsals, override):
+def test_updates_and_recomputation(override):
     """Muon sends pieces of every matrix over FSDP's, the replicas' and tensor parallel's ranks."""
     compiled = ["compile=on"] if "memory_budget" in override else []
-    found = rehearsed(rehearsals, *DENSE, *compiled, *override.split())
+    found = rehearsed(*DENSE, *compiled, *override.split())
     check(found)
     check_collectives(found)
     [figures] = found.ranks
@@ -230,10 +223,10 @@ ZERO_BUBBLE = [
     ],
     ids=["pp", "tp", "ep"],
 )
-def test_a_split_backward_pass_recomputes_a_block_once(rehearsals, overrides, mode):
+def test_a_split_backward_pass_recomputes_a_block_once(overrides, mode):
     """torch calls autograd for the inputs, and then again for every group of parameters."""
     typed = [*ZERO_BUBBLE, *overrides.split(), *f"activation_checkpoint={mode}".split()]
-    found = rehearsed(rehearsals, *typed)
+    found = rehearsed(*typed)
     check(found, waits=EXPERTS)
     for figures in found.ranks:
         waits = sum(wait.count for wait in figures.waits)
@@ -248,8 +241,8 @@ def test_a_split_backward_pass_recomputes_a_block_once(rehearsals, overrides, mo
         *(f"cluster.accelerator={name}" for name in ("A100 SXM 80GB", "H200 SXM", "B200")),
     ],
 )
-def test_compilation_and_other_gpus(rehearsals, override):
-    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", *override.split(","))
+def test_compilation_and_other_gpus(override):
+    found = rehearsed(*SMALL, "parallelism=fsdp", *override.split(","))
     check(found)
     [figures] = found.ranks
     compiled = override.startswith("compile") and override != "compile=off"
@@ -271,9 +264,9 @@ def test_compilation_and_other_gpus(rehearsals, override):
     ],
     ids=["ring", "float32", "mask"],
 )
-def test_memory_efficient_attention(rehearsals, overrides):
+def test_memory_efficient_attention(overrides):
     """Of float32, and of masks of half tiles: neither all scores of a head, nor cuDNN's gradients."""
-    found = rehearsed(rehearsals, *overrides)
+    found = rehearsed(*overrides)
     check(found)
     [figures] = found.ranks
     kernels = " ".join(figures.kernels)
@@ -281,16 +274,14 @@ def test_memory_efficient_attention(rehearsals, overrides):
 
 
 @pytest.mark.parametrize("local_batch_size", [1, 4])
-def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(
-    rehearsals, local_batch_size
-):
+def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(local_batch_size):
     layout = [
         "parallelism=fsdp_tp",
         "compile=on",
         f"training.global_batch_size={4 * local_batch_size}",
     ]
     both = [
-        rehearsed(rehearsals, *SMALL, *layout, f"parallelism.async_tp={async_tp}")
+        rehearsed(*SMALL, *layout, f"parallelism.async_tp={async_tp}")
         for async_tp in ("false", "true")
     ]
     for found in both:
@@ -310,9 +301,9 @@ def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(
 
 
 @pytest.mark.parametrize("local_batch_size", [1, 4])
-def test_a_single_sequence_is_split_without_copies(rehearsals, local_batch_size):
+def test_a_single_sequence_is_split_without_copies(local_batch_size):
     batch = f"training.global_batch_size={local_batch_size}"
-    [figures] = rehearsed(rehearsals, *SMALL, "parallelism=tp", batch).ranks
+    [figures] = rehearsed(*SMALL, "parallelism=tp", batch).ranks
     joined = sum(count for name, count in figures.kernels.items() if "CatArray" in name)
     scattered = sum(each.count for each in figures.collectives if each.kind == "reduce_scatter")
     assert (joined < scattered) == (local_batch_size == 1)
@@ -335,10 +326,9 @@ def test_a_single_sequence_is_split_without_copies(rehearsals, local_batch_size)
     ],
     ids=["fsdp", "muon", "alone", "ring", "float8", "experts"],
 )
-def test_a_captured_step_is_launched_as_two_graphs(rehearsals, overrides):
+def test_a_captured_step_is_launched_as_two_graphs(overrides):
     plain, captured = (
-        rehearsed(rehearsals, *overrides, f"compile.cuda_graphs={graphs}")
-        for graphs in ("false", "true")
+        rehearsed(*overrides, f"compile.cuda_graphs={graphs}") for graphs in ("false", "true")
     )
     check(plain)
     check(captured)
@@ -353,7 +343,7 @@ def test_a_captured_step_is_launched_as_two_graphs(rehearsals, overrides):
 
 
 @pytest.mark.parametrize("broken", ["training.attention=varlen", "parallelism.cpu_offload=true"])
-def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(rehearsals, broken):
+def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(broken):
     typed = [
         *SMALL,
         "parallelism=fsdp",
@@ -364,13 +354,13 @@ def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(rehearsals, broken):
         broken,
     ]
     job = compose_job(typed, config_name="rehearse", schema=RehearseJob)  # graphs would be refused
-    figures = rehearsals.run(with_value(job.plain, "compile.cuda_graphs", True), 0, job.rehearse)
+    figures = rehearse_rank(with_value(job.plain, "compile.cuda_graphs", True), 0, job.rehearse)
     assert figures.failure is not None and "captur" in figures.failure.message
 
 
-def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals):
+def test_memory_that_is_not_there_is_missed_as_on_a_gpu():
     [figures] = rehearsed(
-        rehearsals, "model=llama3_8b", "parallelism=fsdp", "cluster=slurm_h100", "training.seq_len=8192",
+        "model=llama3_8b", "parallelism=fsdp", "cluster=slurm_h100", "training.seq_len=8192",
         "training.global_batch_size=32",
     ).ranks  # fmt: skip
     assert figures.failure is not None
@@ -379,20 +369,18 @@ def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals):
     assert figures.failure.where.startswith(("model/", "train/", "parallelism/"))
 
 
-def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals):
+def test_skewed_routing_takes_more_memory_on_the_first_rank():
     shape = ["model=deepseek_v3_debug", "training.seq_len=2048", "training.global_batch_size=16"]
     shape += ["parallelism=fsdp_ep", "cluster=slurm_h100"]
-    even, skewed = (
-        rehearsed(rehearsals, *shape, f"rehearse.skew={skew}").ranks[0] for skew in (0.0, 0.5)
-    )
+    even, skewed = (rehearsed(*shape, f"rehearse.skew={skew}").ranks[0] for skew in (0.0, 0.5))
     assert skewed.memory["allocated"] > even.memory["allocated"]
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
 @pytest.mark.parametrize("precision", ["bf16", "float8_rowwise"])
-def test_a_rank_of_experts_without_rows(rehearsals, precision, compiled):
+def test_a_rank_of_experts_without_rows(precision, compiled):
     typed = [*MIXTURE, "parallelism=fsdp_ep", f"precision={precision}", f"compile={compiled}"]
-    empty, even = (rehearsed(rehearsals, *typed, f"rehearse.skew={skew}") for skew in (-1.0, 0.0))
+    empty, even = (rehearsed(*typed, f"rehearse.skew={skew}") for skew in (-1.0, 0.0))
     check(empty, waits=EXPERTS)
     assert empty.ranks[0].memory["allocated"] < even.ranks[0].memory["allocated"]
     assert empty.ranks[0].graphs <= even.ranks[0].graphs, (
@@ -400,9 +388,9 @@ def test_a_rank_of_experts_without_rows(rehearsals, precision, compiled):
     )
 
 
-def test_every_rank_of_a_world_can_be_rehearsed(rehearsals):
+def test_every_rank_of_a_world_can_be_rehearsed():
     """Ranks that hold equal shares do the same."""
-    found = rehearsed(rehearsals, *SMALL, "parallelism=hsdp_tp", "rehearse.ranks=[0,3,7]")
+    found = rehearsed(*SMALL, "parallelism=hsdp_tp", "rehearse.ranks=[0,3,7]")
     check(found)
     kinds = [
         [(each.axis, each.kind, each.count) for each in figures.collectives]
@@ -419,11 +407,11 @@ HOUR = [
 
 
 @pytest.mark.parametrize(("section", "words"), HOUR)
-def test_the_first_hour_fits(section, words, rehearsals, monkeypatch):
+def test_the_first_hour_fits(section, words, monkeypatch):
     gpus = GPUS[section]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     nodes = ["cluster=slurm_h100", f"cluster.ranks_per_node={gpus.count(',') + 1}"]
-    found = rehearsed(rehearsals, *words, *nodes)
+    found = rehearsed(*words, *nodes)
     check(found, waits=EXPERTS)
     reserved = max(figures.memory["reserved"] for figures in found.ranks) / 2**30
     shown = re.findall(r"\| ([\d.]+) \|$", FIRST_HOUR.read_text(), re.MULTILINE)
