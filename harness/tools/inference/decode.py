@@ -139,13 +139,10 @@ class Sampler:
         if config.top_k is not None:
             logits_BV = logits_BV[:, : config.top_k]
             tokens_BV = tokens_BV[:, : config.top_k]
-        ends_BV = logits_BV.softmax(-1).cumsum(-1)
-        if config.top_p < 1:
-            # A token is left out if those before it already have the probability.
-            starts_BV = ends_BV - logits_BV.softmax(-1)
-            kept_BV = starts_BV < config.top_p
-            kept_BV[:, 0] = True
-            ends_BV = logits_BV.masked_fill(~kept_BV, float("-inf")).softmax(-1).cumsum(-1)
+        chances_BV = logits_BV.softmax(-1)
+        # A token is left out if those before it already have the probability.
+        starts_BV = chances_BV.cumsum(-1) - chances_BV
+        ends_BV = chances_BV.masked_fill(starts_BV >= config.top_p, 0.0).cumsum(-1)
         drawn_B1 = self._drawn_NB.index_select(0, self._next_1).T * ends_BV[:, -1:]
         self._next_1 += 1
         place_B1 = torch.searchsorted(ends_BV, drawn_B1, right=True).clamp(max=ends_BV.shape[1] - 1)

@@ -354,36 +354,37 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
 
     config = job.parity
     config.validate(job.steps)
-    rows = random_rows(config, overrides) if config.random else matrix_rows(job, overrides)
+    layouts = [] if config.random else matrix_rows(job, overrides)
+    rows = random_rows(config, overrides) if config.random else layouts
     compared: list[dict[str, Any]] = []
     skipped: list[str] = []
-    total = config.random or sum(row.job.world_size <= config.world_size for row in rows)
+    total = config.random or sum(each.world_size <= config.world_size for _, each, _ in layouts)
     with RankPool(config.world_size) as pool, progress(total) as show:
         # which prints above the bar
         judge = LayoutComparer(pool, config)
         out = sys.stdout
         out.write(HEADER)
         out.flush()
-        for row in rows:
-            ranks = row.job.world_size
+        for name, each, typed in rows:
+            ranks = each.world_size
             if ranks > config.world_size:
                 out.write(
-                    f"{row.name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n"
+                    f"{name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n"
                 )
-                skipped.append(row.name)
+                skipped.append(name)
                 continue
-            show(row.name)
+            show(name)
             try:
-                verdict = judge.verdict(row.name, row.job)
+                verdict = judge.verdict(name, each)
                 found = dataclasses.asdict(verdict)
                 text = line(verdict)
             except RankFailed as error:
-                found = {"layout": row.name, "ranks": ranks, "passed": False, "error": str(error)}
-                text = f"{row.name:<28} {ranks:>5}  FAILED\n{error}\n"
-            out.write(text + (f"    {row.overrides}\n" if row.overrides else ""))
+                found = {"layout": name, "ranks": ranks, "passed": False, "error": str(error)}
+                text = f"{name:<28} {ranks:>5}  FAILED\n{error}\n"
+            out.write(text + (f"    {typed}\n" if typed else ""))
             out.flush()
-            compared.append(found | {"overrides": row.overrides})
-    agree = sum(each["passed"] for each in compared)
+            compared.append(found | {"overrides": typed})
+    agree = sum(row["passed"] for row in compared)
     loss, gradient = tolerances_of(job, config)
     what = "layouts"
     more = f"{lowest_format(job)}; tolerance {loss:g} loss, {gradient:g} gradients"
@@ -398,30 +399,24 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
     )
 
 
-@dataclass(frozen=True)
-class ParityRow:
-    """One row of the table: a job to compare."""
-
-    name: str
-    job: Job
-    overrides: str = ""
-    """Overrides that compose the job, if the name does not identify them."""
+Row = tuple[str, Job, str]
+"""Of the table: its name, a job to compare, and the overrides that compose it if the name does not say."""
 
 
-def matrix_rows(job: ParityJob, overrides: list[str]) -> list[ParityRow]:
+def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
     """Compose the chosen layouts of the matrix."""
     require_vocabulary(job)
     layouts = compose_layouts(job.parity, overrides, has_experts=job.model.moe.enabled)
-    return [ParityRow(name, each) for name, each in layouts.items()]
+    return [(name, each, "") for name, each in layouts.items()]
 
 
-def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[ParityRow]:
+def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
     """Compose random jobs one after another; overrides on the command line apply to all of them."""
     fixed = [override for override in overrides if not override.startswith("parity.")]
     composer = Composer("parity", ParityJob)
     for seed in range(config.seed, config.seed + config.random):
         composed, job = random_job(composer, seed, config.world_size, fixed)
-        yield ParityRow(f"parity.seed={seed}", job.plain, " ".join(composed))
+        yield f"parity.seed={seed}", job.plain, " ".join(composed)
 
 
 HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"
