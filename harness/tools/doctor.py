@@ -26,7 +26,7 @@ from harness.train.process import importing_torch, refuse_launched
 from harness.util.errors import EXIT_OK, EXIT_USER, LONGEST_VALUE, ConfigError, MachineError
 from harness.util.hardware import Accelerator, node_name
 from harness.util.processes import cpus
-from harness.util.tables import Table, to_text
+from harness.util.tables import Column, Table, to_text
 
 HELP = """`harness doctor`: look at a machine, and say what works, what does not, and what to do.
 
@@ -40,7 +40,12 @@ Exit code 0: nothing fails that training needs; 2: something does.
 OK = "ok"
 WARN = "warn"
 FAIL = "fail"
-HEADINGS = ("what", "found", "verdict", "what to do")
+COLUMNS = (
+    Column("what", "what"),
+    Column("found", "found"),
+    Column("verdict", "verdict"),
+    Column("advice", "what to do"),
+)
 GIB = 2**30
 HUB_SECONDS = 3
 REDUCED_BYTES = GIB
@@ -81,44 +86,44 @@ def doctor(job: Job, _overrides: list[str]) -> Result:
     refuse_launched("harness doctor starts ranks itself; start it without torchrun")
     if job.cluster.dry_run:
         return Result({"command": _srun(job)}, f"{shlex.join(_srun(job))}\n")
-    findings = look(job) if job.cluster.is_here else _look_at_a_node(job)
-    return Result(
-        {"checks": [{"what": what, **finding._asdict()} for what, finding in findings.items()]},
-        to_text(Table.of_cells(HEADINGS, [(what, *finding) for what, finding in findings.items()])),
-        EXIT_USER if any(finding.verdict == FAIL for finding in findings.values()) else EXIT_OK,
-    )
+    checks = look(job) if job.cluster.is_here else _look_at_a_node(job)
+    failed = any(row["verdict"] == FAIL for row in checks)
+    text = to_text(Table(COLUMNS, checks, missing=""))
+    return Result({"checks": checks}, text, EXIT_USER if failed else EXIT_OK)
 
 
-def look(job: Job) -> dict[str, Finding]:
-    """Return what each check finds here."""
+def look(job: Job) -> list[dict[str, str]]:
+    """Return a row for each check: what it finds here."""
     with importing_torch():
         from torch import cuda
     machine = Machine(job)
-    findings = {}
+    rows = []
     if job.cluster.device != "cpu" and cuda.is_available():
         cluster = job.cluster.with_device(cuda.get_device_name())
         known = None if cluster is None else cluster.gpu
         machine = Machine(job, cuda.device_count(), known)
     for what, check in CHECKS.items():
         try:
-            findings[what] = check(machine)
+            found = check(machine)
         except ConfigError as error:
-            findings[what] = Finding(error.rule, FAIL, error.works)
+            found = Finding(error.rule, FAIL, error.works)
         except Exception as error:
-            findings[what] = Finding(_last_line(error), FAIL)
-    return findings
+            found = Finding(_last_line(error), FAIL)
+        rows.append({"what": what, **found._asdict()})
+    return rows
 
 
-def _look_at_a_node(job: Job) -> dict[str, Finding]:
+def _look_at_a_node(job: Job) -> list[dict[str, str]]:
     require_slurm()
     here = replace(job, cluster=replace(job.cluster, kind="local", nodes=1)).to_json()
     done = subprocess.run(_srun(job), input=here, stdout=subprocess.PIPE, text=True)
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    answers = [line for line in done.stdout.splitlines() if line.startswith("[{")]
     if done.returncode != 0 or not answers:
         raise MachineError(
             f"srun ended with exit code {done.returncode}: {done.stdout.strip()[-200:]}"
         )
-    return {what: Finding(*finding) for what, finding in json.loads(answers[-1]).items()}
+    rows: list[dict[str, str]] = json.loads(answers[-1])
+    return rows
 
 
 def _srun(job: Job) -> list[str]:
@@ -141,8 +146,7 @@ def _srun(job: Job) -> list[str]:
 
 def main() -> None:
     """Look at this node, for the job on standard input."""
-    findings = look(Job.from_json(sys.stdin.read()))
-    sys.stdout.write(f"{json.dumps(findings)}\n")
+    sys.stdout.write(f"{json.dumps(look(Job.from_json(sys.stdin.read())))}\n")
 
 
 def _host(machine: Machine) -> Finding:
