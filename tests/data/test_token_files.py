@@ -205,7 +205,11 @@ DAMAGED = [
         change("a.bin", 4, b"\2"),
         "has version 2; llm.c's files of magic 20240520 have version 1",
     ),
-    (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
+    (
+        write_llmc,
+        change("a.bin", 0, struct.pack("<i", 20240522)),
+        "has magic 20240522; llm.c writes",
+    ),
     (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
     (
         write_npy,
