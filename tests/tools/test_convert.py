@@ -268,7 +268,7 @@ def test_another_model_is_refused(copy, weights, tmp_path):
             tmp_path / f"wrong{number}", [{"norm.weight": torch.ones(64)}], {**PARAMS, **change}
         )
     for source, typed, says in (
-        *((f"wrong{number}", "TINY", "params.json: ") for number in range(len(wrong))),
+        *((f"wrong{number}", "TINY", "params.json") for number in range(len(wrong))),
         (
             "theirs",
             "TINY model.n_layers=3",

@@ -55,34 +55,65 @@ class FluxArchitecture(Architecture):
 
     def validate(self, model: ModelConfig) -> None:
         flux = flux_of(model)
-        if flux.double_layers > model.n_layers:
-            rule = f"must not exceed model.n_layers={model.n_layers}, the blocks of both kinds"
-            raise ConfigError(
-                "model.options.double_layers", flux.double_layers, rule, f"at most {model.n_layers}"
-            )
-        if model.n_kv_heads != model.n_heads:
-            rule = f"model.architecture=flux has as many as model.n_heads={model.n_heads}"
-            raise ConfigError("model.n_kv_heads", model.n_kv_heads, rule, [model.n_heads])
-        if model.n_heads * model.head_width != model.dim:
-            rule = (
-                f"must divide model.dim={model.dim} into heads of model.head_dim={model.head_width}"
-            )
-            raise ConfigError("model.n_heads", model.n_heads, rule, divisors(model.dim))
-        even = len(flux.axes_dims) == 3 and not any(width % 2 for width in flux.axes_dims)
-        if not even or sum(flux.axes_dims) != model.head_width:
-            rule = f"must be three even widths whose sum is the width of a head, {model.head_width}"
-            third = model.head_width // 8 * 2
-            works = f"[{model.head_width - 2 * third},{third},{third}]"
-            works = works if model.head_width % 2 == 0 else "an even model.head_dim"
-            raise ConfigError("model.options.axes_dims", flux.axes_dims, rule, works)
-        if flux.time_dim % 2:
-            rule = "must be even: cosines and sines"
-            raise ConfigError("model.options.time_dim", flux.time_dim, rule, [flux.time_dim + 1])
-        if model.vocab_size != 1:
-            rule = "Flux has no vocabulary: captions come as embeddings"
-            raise ConfigError("model.vocab_size", model.vocab_size, rule, [1])
-        if model.tied_embeddings:
-            raise ConfigError("model.tied_embeddings", True, "Flux has no embeddings", "false")
+        heads = model.n_heads
+        width = model.head_width
+        axes = flux.axes_dims
+        third = width // 8 * 2
+        for holds, name, value, rule, works in (
+            (
+                flux.double_layers <= model.n_layers,
+                "options.double_layers",
+                flux.double_layers,
+                f"must not exceed model.n_layers={model.n_layers}, the blocks of both kinds",
+                f"at most {model.n_layers}",
+            ),
+            (
+                model.n_kv_heads == heads,
+                "n_kv_heads",
+                model.n_kv_heads,
+                f"model.architecture=flux has as many as model.n_heads={heads}",
+                [heads],
+            ),
+            (
+                heads * width == model.dim,
+                "n_heads",
+                heads,
+                f"must divide model.dim={model.dim} into heads of model.head_dim={width}",
+                divisors(model.dim),
+            ),
+            (
+                len(axes) == 3 and sum(axes) == width and not any(axis % 2 for axis in axes),
+                "options.axes_dims",
+                axes,
+                f"must be three even widths whose sum is the width of a head, {width}",
+                f"[{width - 2 * third},{third},{third}]"
+                if width % 2 == 0
+                else "an even model.head_dim",
+            ),
+            (
+                flux.time_dim % 2 == 0,
+                "options.time_dim",
+                flux.time_dim,
+                "must be even: cosines and sines",
+                [flux.time_dim + 1],
+            ),
+            (
+                model.vocab_size == 1,
+                "vocab_size",
+                model.vocab_size,
+                "Flux has no vocabulary: captions come as embeddings",
+                [1],
+            ),
+            (
+                not model.tied_embeddings,
+                "tied_embeddings",
+                True,
+                "Flux has no embeddings",
+                "false",
+            ),
+        ):
+            if not holds:
+                raise ConfigError(f"model.{name}", value, rule, works)
         for name, value, default in changed(model, "model."):
             if name.split(".")[1] in _DECODERS and name != "model.rope.theta":
                 shown = "null" if default is None else str(default).lower()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,29 +70,21 @@ class FluxFamily(Family):
     def pieces(self, model: ModelConfig) -> Iterator[TensorMapping]:
         for name in tensor_shapes(model):
             module, _, kind = name.rpartition(".")
+            within = None
             if not name.startswith("layers."):
-                yield _mapping(name, f"{_OUTSIDE[module]}.{kind}")
-                continue
-            _, number, inner = module.split(".", 2)
-            single = int(number) - flux_of(model).double_layers
-            if single < 0:
-                yield _mapping(name, f"transformer_blocks.{number}.{_DOUBLE[inner]}.{kind}")
-                continue
-            prefix = f"single_transformer_blocks.{single}."
-            if inner in _SINGLE:
-                yield _mapping(name, f"{prefix}{_SINGLE[inner]}.{kind}")
-                continue
-            theirs = f"{prefix}{_JOINED}.{kind}"
-            if kind == "bias":
-                yield _mapping(name, theirs)
-                continue
-            first = 0 if inner == "attn.wo" else model.dim
-            within = first, model.dim + model.ffn_hidden_dim
+                theirs = _OUTSIDE[module]
+            else:
+                _, number, inner = module.split(".", 2)
+                single = int(number) - flux_of(model).double_layers
+                if single < 0:
+                    theirs = f"transformer_blocks.{number}.{_DOUBLE[inner]}"
+                else:
+                    theirs = f"single_transformer_blocks.{single}.{_SINGLE.get(inner, _JOINED)}"
+                    if inner not in _SINGLE and kind == "weight":
+                        first = 0 if inner == "attn.wo" else model.dim
+                        within = first, model.dim + model.ffn_hidden_dim
+            theirs += f".{kind}"
             yield TensorMapping(name, theirs, TensorSlot(theirs, within=within))
-
-
-def _mapping(ours: str, theirs: str) -> TensorMapping:
-    return TensorMapping(ours, theirs, TensorSlot(theirs))
 
 
 def _fields(model: ModelConfig) -> list[ConfigField]:
@@ -137,19 +129,13 @@ def _whole(value: Any, divisor: int) -> int:
 
 
 def _refuse(model: ModelConfig) -> None:
-    if model.ffn_hidden_dim != MLP_RATIO * model.dim:
-        rule = f"diffusers' Flux has {MLP_RATIO} x model.dim"
-        raise ConfigError(
-            "model.ffn_hidden_dim", model.ffn_hidden_dim, rule, [MLP_RATIO * model.dim]
-        )
-    if model.norm_eps != NORM_EPS:
-        raise ConfigError(
-            "model.norm_eps", model.norm_eps, f"diffusers' Flux has {NORM_EPS}", [NORM_EPS]
-        )
-    if model.rope.theta != FLUX.theta:
-        raise ConfigError(
-            "model.rope.theta", model.rope.theta, "diffusers' Flux has 10000", [10000]
-        )
+    for name, value, needed in (
+        ("ffn_hidden_dim", model.ffn_hidden_dim, MLP_RATIO * model.dim),
+        ("norm_eps", model.norm_eps, NORM_EPS),
+        ("rope.theta", model.rope.theta, FLUX.theta),
+    ):
+        if value != needed:
+            raise ConfigError(f"model.{name}", value, f"diffusers' Flux has {needed}", [needed])
 
 
 def _assumed(model: ModelConfig) -> dict[str, object]:
@@ -163,15 +149,13 @@ def _assumed(model: ModelConfig) -> dict[str, object]:
     }
 
 
-_REQUIRED: Mapping[str, object] = {"architecture": "flux", "options.time_dim": 256}
-
 FLUX = FluxFamily(
     name="flux",
     model_type="FluxTransformer2DModel",
     architecture="FluxTransformer2DModel",
     names=_DOUBLE,
     config_fields=_fields,
-    requires=_REQUIRED,
+    requires={"architecture": "flux", "options.time_dim": 256},
     # The first is not used by Flux; a picture's size and the length of captions are not the
     # model's.
     kept=(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -152,14 +152,17 @@ class Flow(NamedTuple):
 def training_flow(batch: ImageBatch, config: FlowConfig, seed: int) -> Flow:
     """Sample latents, times and noise of a batch on its device."""
     latents = batch.mean_BCHW
-    numbers = batch.numbers_B.tolist()
+
+    def drawn(purpose: str, shape: Sequence[int]) -> Tensor:
+        return normals(purpose, seed, batch.numbers_B.tolist(), shape, latents.device)
+
     if batch.std_BCHW is not None:
-        latents = latents + batch.std_BCHW * _normals("latents", numbers, latents, seed)
-    times_B = _normals("time", numbers, latents.new_empty(len(numbers)), seed)
+        latents = latents + batch.std_BCHW * drawn("latents", latents.shape[1:])
+    times_B = drawn("time", ())
     times_B = (config.time_mean + config.time_std * times_B).sigmoid()
     factor = math.exp(shift_of(config, batch.image_tokens))
     times_B = factor * times_B / (1 + (factor - 1) * times_B)
-    return _mixed(latents, times_B, _normals("noise", numbers, latents, seed))
+    return _mixed(latents, times_B, drawn("noise", latents.shape[1:]))
 
 
 def validation_flow(batch: ImageBatch, seed: int) -> Flow:
@@ -167,7 +170,8 @@ def validation_flow(batch: ImageBatch, seed: int) -> Flow:
     latents = batch.mean_BCHW
     numbers = batch.numbers_B
     times_B = (numbers % VALIDATION_TIMES + 0.5).float() / VALIDATION_TIMES
-    noise = _normals("validation noise", numbers.tolist(), latents, seed)
+    shape = latents.shape[1:]
+    noise = normals("validation noise", seed, numbers.tolist(), shape, latents.device)
     return _mixed(latents, times_B.to(latents.device, non_blocking=True), noise)
 
 
@@ -184,23 +188,16 @@ def _mixed(latents: Tensor, times_B: Tensor, noise: Tensor) -> Flow:
     return Flow(pack(noisy), times_B, pack(noise - latents))
 
 
-def _normals(purpose: str, numbers: list[int], like: Tensor, seed: int) -> Tensor:
-    """Standard normal values with the shape of ``like``, float32; each row by the number of its sample."""
-    rows = [
-        torch.randn(
-            like.shape[1:],
-            generator=generator_of(seed, purpose, number, like.device),
-            device=like.device,
-        )
-        for number in numbers
-    ]
+def normals(
+    purpose: str, seed: int, numbers: Sequence[int], shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Standard normal values [B, *shape], float32; each row by the seed and the number of its sample."""
+    rows = []
+    for number in numbers:
+        digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        rows.append(torch.randn(tuple(shape), generator=generator, device=device))
     return torch.stack(rows)
-
-
-def generator_of(seed: int, purpose: str, number: int, device: torch.device) -> torch.Generator:
-    """The generator of one sample's values for one purpose."""
-    digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class FlowLoss(Loss):

@@ -51,8 +51,31 @@ class FlowMatching(Objective):
     def check(self, job: Job) -> None:
         layout = job.parallelism
         training = job.training
-        self._check_length(job)
-        for field, value, works, why in (
+        flux = flux_of(job.model)
+        text = flux.text_length
+        side = math.isqrt(max(0, training.seq_len - text))
+        if not side or training.seq_len != text + side**2:
+            near = max(1, side)
+            pixels = PATCH * PIXELS
+            rule = f"must be model.options.text_length={text} and the tokens of a square picture"
+            works = [
+                f"{text + n**2} ({pixels * n} x {pixels * n} pixels)" for n in (near, near + 1)
+            ]
+            raise ConfigError("training.seq_len", training.seq_len, rule, works)
+        unit = layout.cp * (layout.tp if layout.uses_sequence_parallel else 1)
+        if text % unit or side**2 % unit:
+            rule = (
+                f"its {text} tokens of the caption and {side**2} of the picture are each split into {unit}, "
+                f"parallelism.cp={layout.cp}, tp={layout.tp}"
+            )
+            divides = f"degrees whose product divides {math.gcd(text, side**2)}"
+            raise ConfigError("training.seq_len", training.seq_len, rule, divides)
+        if flux.token_width % layout.tp:
+            rule = f"must divide the {flux.token_width} values of a token"
+            raise ConfigError("parallelism.tp", layout.tp, rule, divisors(flux.token_width))
+        guidance = flow_of(job).guidance
+        usual = FlowConfig().guidance
+        for field, value, only, why in (
             ("training.attention", training.attention, "sdpa", "attention is not causal"),
             ("training.loss_chunks", training.loss_chunks, 1, "the loss has no vocabulary"),
             ("schedule.seq_len", job.schedule.seq_len, [], "a picture cannot be cut"),
@@ -63,52 +86,22 @@ class FlowMatching(Objective):
                 1,
                 "stages pass on one tensor, and blocks need a second one",
             ),
+            (
+                "parallelism.cp_method",
+                layout.cp_method if layout.cp > 1 else "ulysses",
+                "ulysses",
+                "kernels of the ring support the causal mask only",
+            ),
+            (
+                "training.objective_options.guidance",
+                usual if flux.guidance else guidance,
+                usual,
+                "the model has no such input without model.options.guidance=true",
+            ),
         ):
-            if value != works:
+            if value != only:
                 rule = f"is not possible with model.architecture=flux: {why}"
-                raise ConfigError(field, value, rule, str(works))
-        guidance = flow_of(job).guidance
-        if not flux_of(job.model).guidance and guidance != FlowConfig().guidance:
-            rule = (
-                f"is read only with model.options.guidance=true, and model={job.model.name} has "
-                "no such input"
-            )
-            raise ConfigError(
-                "training.objective_options.guidance", guidance, rule, [FlowConfig().guidance]
-            )
-        if layout.cp > 1 and layout.cp_method == "ring":
-            rule = "its kernels support the causal mask only, and model.architecture=flux has none"
-            raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
-
-    def _check_length(self, job: Job) -> None:
-        """Check that the sequence is a caption and a square picture, which the layout can split."""
-        length = job.training.seq_len
-        text = flux_of(job.model).text_length
-        layout = job.parallelism
-        side = math.isqrt(max(0, length - text))
-        if not side or length != text + side**2:
-            near = max(1, side)
-            pixels = PATCH * PIXELS
-            rule = f"must be model.options.text_length={text} and the tokens of a square picture"
-            works = [
-                f"{text + n**2} ({pixels * n} x {pixels * n} pixels)"
-                for n in (near, near + 1)
-                if text + n**2 != length
-            ]
-            raise ConfigError("training.seq_len", length, rule, works)
-        unit = layout.cp * (layout.tp if layout.uses_sequence_parallel else 1)
-        if text % unit or side**2 % unit:
-            rule = (
-                f"its {text} tokens of the caption and {side**2} of the picture are each split into {unit}, "
-                f"parallelism.cp={layout.cp}, tp={layout.tp}"
-            )
-            divides = f"degrees whose product divides {math.gcd(text, side**2)}"
-            raise ConfigError("training.seq_len", length, rule, divides)
-        if flux_of(job.model).token_width % layout.tp:
-            rule = f"must divide the {flux_of(job.model).token_width} values of a token"
-            raise ConfigError(
-                "parallelism.tp", layout.tp, rule, divisors(flux_of(job.model).token_width)
-            )
+                raise ConfigError(field, value, rule, str(only))
 
     def for_generation(
         self, data: DataConfig, training: TrainingConfig, model: ModelConfig

@@ -20,7 +20,7 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.contrib.flux.config import PATCH, FlowConfig, SamplingConfig, flow_of, flux_of
 from harness.contrib.flux.model import Flux, pack, unpack
-from harness.contrib.flux.objective import generator_of, shift_of
+from harness.contrib.flux.objective import normals, shift_of
 from harness.contrib.flux.pictures.config import pictures_of
 from harness.contrib.flux.pictures.encoders import (
     Autoencoder,
@@ -35,6 +35,8 @@ from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
 from harness.weights.detect import WeightFolder
 
+NOISE = "sampled picture"
+"""The purpose of the noise from which pictures are sampled (``objective.normals``)."""
 LEAST_WIDTH = 128
 """Smaller pictures are enlarged on a sheet, in pixels."""
 _COLUMNS = 8
@@ -86,19 +88,6 @@ def sampling_times(steps: int, shift: float) -> list[float]:
     times = np.linspace(1, 0, steps + 1).astype(np.float32)
     factor = np.float32(math.exp(shift))
     return [float(time) for time in factor * times / (1 + (factor - 1) * times)]
-
-
-def noise_of(
-    seed: int, numbers: Sequence[int], shape: Sequence[int], device: torch.device
-) -> Tensor:
-    """Normal noise [B, *shape], float32; each row is a function of the seed and its number."""
-    rows = [
-        torch.randn(
-            *shape, generator=generator_of(seed, "sampled picture", number, device), device=device
-        )
-        for number in numbers
-    ]
-    return torch.stack(rows)
 
 
 @torch.no_grad()
@@ -194,7 +183,7 @@ def generate(
             model.mesh,
             flow_of(job),
             config,
-            noise_of(job.generate.seed, chosen, shape, device),
+            normals(NOISE, job.generate.seed, chosen, shape, device),
             Embeddings(text_BLD[rows], pooled_BP[rows]),
             Embeddings(text_BLD[:1], pooled_BP[:1]),
         )

@@ -9,11 +9,11 @@ import numpy as np
 
 from harness.contrib.flux.config import SamplingConfig, flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
-from harness.contrib.flux.objective import ImageBatch
+from harness.contrib.flux.objective import ImageBatch, normals
 from harness.contrib.flux.pictures.config import pictures_of
 from harness.contrib.flux.pictures.encoders import Embeddings, as_bytes, build_autoencoder
 from harness.contrib.flux.pictures.loader import PictureLoader
-from harness.contrib.flux.sampling import noise_of, sample_latents, write_sheet
+from harness.contrib.flux.sampling import NOISE, sample_latents, write_sheet
 from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
 
@@ -55,7 +55,7 @@ class SampleSheet(Periodic):
         batch: ImageBatch = loader.next()
         rows = min(-(-count // job.parallelism.data_parallel), len(batch.mean_BCHW))
         numbers = batch.numbers_B[:rows].tolist()
-        noise = noise_of(job.training.seed, numbers, batch.mean_BCHW.shape[1:], engine.device)
+        noise = normals(NOISE, job.training.seed, numbers, batch.mean_BCHW.shape[1:], engine.device)
         captions = Embeddings(batch.text_BLD[:rows], batch.pooled_BP[:rows])
         settings = SamplingConfig(steps=sheet.picture_steps, guidance=flow.guidance)
         part = engine.parts[0]

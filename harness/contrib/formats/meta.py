@@ -6,7 +6,6 @@ and the rows of wq and wk are ordered for rotating interleaved pairs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,10 +116,10 @@ def _load(file: Path) -> dict[str, Tensor]:
 def check_params(model: ModelConfig, file: Path) -> None:
     """Check that params.json describes the model."""
     params = {**_DEFAULTS, **read_object(file)}
-    for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier"):
-        wanted = (int, float, type(None)) if name == "ffn_dim_multiplier" else int
-        if not isinstance(params[name], wanted) or (name == "multiple_of" and params[name] < 1):
-            raise UserError(f"{file}: {name} {json.dumps(params[name])} is not a valid number")
+    try:
+        hidden = hidden_width(params)
+    except (TypeError, ArithmeticError) as error:
+        raise UserError(f"{file}: the width of its feed-forward is unknown ({error})") from None
     theta = params.get("rope_theta", _OLD_THETA)
     scaling = "llama3" if params["use_scaled_rope"] else "none"
     pairs = {
@@ -128,12 +127,12 @@ def check_params(model: ModelConfig, file: Path) -> None:
         "n_layers": (model.n_layers, params["n_layers"]),
         "n_heads": (model.n_heads, params["n_heads"]),
         "n_kv_heads": (model.n_kv_heads, params.get("n_kv_heads") or params["n_heads"]),
-        "ffn_hidden_dim": (model.ffn_hidden_dim, hidden_width(params)),
+        "ffn_hidden_dim": (model.ffn_hidden_dim, hidden),
         "norm_eps": (model.norm_eps, params["norm_eps"]),
         "rope.theta": (model.rope.theta, theta),
         "rope.scaling": (model.rope.scaling, scaling),
     }
-    if params["vocab_size"] > 0:  # -1 in Llama 2's files: the tokenizer's
+    if params["vocab_size"] != -1:  # -1 in Llama 2's files: the tokenizer's
         pairs["vocab_size"] = (model.vocab_size, params["vocab_size"])
     differing = [
         f"model.{name}={ours}: {PARAMS} has {theirs}"

@@ -154,7 +154,7 @@ def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path):
     reference.save_pretrained(tmp_path)
     wide = dataclasses.replace(small(guidance=False), ffn_hidden_dim=96)
     with pytest.raises(
-        Exception, match=r"model.ffn_hidden_dim=96: diffusers' Flux has 4 x model.dim; .* 128"
+        Exception, match=r"model.ffn_hidden_dim=96: diffusers' Flux has 128; .* 128"
     ):
         HuggingFaceSource(tmp_path, wide)
     content = json.loads((tmp_path / "config.json").read_text())

@@ -13,8 +13,10 @@ from tiny_flux import SMALL
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.contrib.flux.config import FlowConfig, SamplingConfig, flow_of
+from harness.contrib.flux.objective import normals
 from harness.contrib.flux.pictures.encoders import Embeddings
-from harness.contrib.flux.sampling import noise_of, sample_latents
+from harness.contrib.flux.sampling import NOISE as PURPOSE
+from harness.contrib.flux.sampling import sample_latents
 from harness.train.engine import Engine
 
 diffusers = pytest.importorskip("diffusers")
@@ -71,7 +73,7 @@ def sampled(job_json: str) -> list[list[float]]:
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
-    noise = noise_of(7, [4, 9], (16, 8, 8), torch.device("cpu"))
+    noise = normals(PURPOSE, 7, [4, 9], (16, 8, 8), torch.device("cpu"))
     captions = Embeddings(
         torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator)
     )
@@ -105,8 +107,8 @@ def test_layouts_sample_the_same(pool, name):
 
 def test_noise_depends_on_seed_and_number():
     device = torch.device("cpu")
-    first, second = noise_of(1, [3, 5], (2, 4), device)
-    assert torch.equal(noise_of(1, [5], (2, 4), device)[0], second)
+    first, second = normals(PURPOSE, 1, [3, 5], (2, 4), device)
+    assert torch.equal(normals(PURPOSE, 1, [5], (2, 4), device)[0], second)
     assert not torch.equal(first, second) and not torch.equal(
-        first, noise_of(2, [3], (2, 4), device)[0]
+        first, normals(PURPOSE, 2, [3], (2, 4), device)[0]
     )
