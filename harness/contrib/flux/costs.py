@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from harness.config.model import ModelConfig
 from harness.contrib.flux.config import PATCH, block_modules, flux_of, is_double, rows_of
-from harness.model.spec import Split, TensorSpec
+from harness.model.spec import TensorSpec
 from harness.tools.plan.activations import (
     INNER,
     LSE,
-    PARTIAL,
     STREAM,
     WHOLE,
     PartActivations,
     SavedBy,
     SavedTensor,
+    cut_of,
     norm_activations,
 )
 from harness.tools.plan.costs import AttentionCost, Costs, Operations
@@ -30,9 +30,6 @@ from harness.tools.plan.costs import AttentionCost, Costs, Operations
 if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.contrib.flux.objective import ImageBatch
-
-_CUTS = {Split.COLUMN: INNER, Split.ROW: PARTIAL}
-
 
 # Linears of a block in the order of computation.
 _DOUBLE_PRODUCTS = (
@@ -181,7 +178,7 @@ class FluxCosts(Costs):
             # A single-stream block keeps this result in any case: gelu saves its input.
             kept = "mlp.w1" if name == "mlp.w1" else f"product {name}"
             width = tensor.outputs * self.row_share(model, tensor, seq_len)
-            yield SavedTensor(kept, width, _CUTS.get(tensor.split, WHOLE))
+            yield SavedTensor(kept, width, cut_of(tensor))
 
 
 def _modulated(name: str, width: float) -> tuple[SavedTensor, ...]:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import partial
 
 from harness.config.model import ModelConfig
-from harness.model.spec import Split, block_tensors
+from harness.model.spec import Split, TensorSpec, block_tensors
 
 LSE = "log-sum-exp"
 
@@ -191,15 +191,19 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
     )
 
 
+def cut_of(matrix: TensorSpec) -> ActivationSplit:
+    """How the result of a product is split."""
+    return {Split.COLUMN: INNER, Split.ROW: PARTIAL}.get(matrix.split, WHOLE)
+
+
 def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, ...]:
-    cuts = {Split.COLUMN: INNER, Split.ROW: PARTIAL, Split.WHOLE: WHOLE}
     products = []
     for tensor in block_tensors(config, layer):
         if tensor.is_matrix and ".attention." in tensor.name:
             name = tensor.module.rpartition(".")[2]
             if name == "wv" and not config.attention.sinks:
                 name = "v"  # without a sink's padding, attention saves this result itself
-            products.append(SavedTensor(name, tensor.outputs, cuts[tensor.split]))
+            products.append(SavedTensor(name, tensor.outputs, cut_of(tensor)))
     return tuple(products)
 
 

@@ -294,23 +294,21 @@ def logit_bytes(job: Job, activations: ActivationBytes) -> LogitBytes:
             backward=kept + (copies or compute) * weight + (copies + compute) * stream,
         )
     held = compute if layout.pp > 1 else 0  # a schedule keeps the last stage's output
-    unusable = 0.0
+    plain = not (job.compile.loss and job.compile.backend == "inductor")
     # Bytes per logit: saved, at the peak of the loss, at that of its backward.
-    if not (job.compile.loss and job.compile.backend == "inductor"):
+    kept = FLOAT32 + held
+    forward = compute + 2 * FLOAT32
+    backward = FLOAT32 + compute + held
+    if plain:
         others = 3 if split else 2
-        kept = FLOAT32 + held
         forward = compute + copy + FLOAT32 * (others - 1)
         backward = FLOAT32 * (others + 1) + held
-        if copy and not held and not activations.cpu:
-            unusable = numbers * compute
-    elif split:
-        # Collectives between maximum, sum and difference keep the loss from being one kernel.
-        kept = FLOAT32 + held
-        forward = compute + 2 * FLOAT32
-        backward = FLOAT32 + compute + held
-    else:
+    elif not split:
+        # With a split vocabulary, collectives between maximum, sum and difference keep the loss
+        # from being one kernel.
         kept = compute
         forward = backward = 2 * compute
+    wasted = plain and copy and not held and not activations.cpu
     # Without the parallel loss, the ranks' columns are gathered.
     columns = compute * numbers / layout.tp if layout.tp > 1 and not split else 0.0
     # Several streams run one after another, also in backward.
@@ -321,5 +319,5 @@ def logit_bytes(job: Job, activations: ActivationBytes) -> LogitBytes:
         forward=forward * numbers + more * (compute + kept) + columns,
         backward=backward * numbers + more * max(kept, compute),
         gradient=streams * compute * numbers + columns,
-        unusable=unusable,
+        unusable=compute * numbers if wasted else 0.0,
     )

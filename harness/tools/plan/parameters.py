@@ -143,9 +143,8 @@ def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
     modules: dict[str, list[TensorSpec]] = {}
     costs = costs_of(model)
     for tensor in tensors(model).values():
-        first, rest = tensor.name.split(".", 1)
-        inside = first == "layers"
-        module = f"{first}.{rest.split('.', 1)[0]}" if inside else costs.stage_module(first)
+        first, second, *_ = tensor.name.split(".")
+        module = f"layers.{second}" if first == "layers" else costs.stage_module(first)
         modules.setdefault(module, []).append(tensor)
     return modules
 
@@ -265,12 +264,13 @@ def muon_update(job: Job, parameters: RankParameters) -> MuonUpdate:
             count, replicas, shards = _holders(job.parallelism, spec)
             own = count / (replicas * shards)
             short, long = sorted((spec.outputs, spec.inputs))
+            size = short * long
             shapes[short, long] += own
             # Pieces of the matrices of others in this replica, then results for all holders.
-            sent += own * short * long * (replicas - 1 / shards + 1 - 1 / shards)
+            sent += own * size * (replicas + 1 - 2 / shards)
             if replicas * shards > 1:
-                values += own * short * long
-                largest = max(largest, short * long)
+                values += own * size
+                largest = max(largest, size)
                 copies = max(copies, replicas)
     value_bytes = BYTES[job.optimizer.newton_schulz_dtype or job.precision.param_dtype]
     # While a round is orthogonalized, pieces of the next one arrive and results of the one before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from harness.config.job import Job
 from harness.config.optimizer import NEWTON_SCHULZ_STEPS
@@ -162,11 +162,11 @@ class StepModel:
         computing = self.machine.pass_seconds(moved * width)
         update = muon_update(job, parameters)
         dtype = job.optimizer.newton_schulz_dtype or job.precision.param_dtype
-        product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=BYTES[dtype])
         iterating = 0.0
         for (short, long), count in update.shapes.items():
-            step = product(short, long, short) + product(short, short, short)
-            iterating += NEWTON_SCHULZ_STEPS * count * (step + product(short, short, long))
+            for shape in ((short, long, short), (short, short, short), (short, short, long)):
+                seconds = self.machine.product_seconds(*shape, dtype, BYTES[dtype])
+                iterating += NEWTON_SCHULZ_STEPS * count * seconds
         if not update.sent:
             return Pass(computing + iterating)
         axes = ("dp_replicate", "dp_shard", "cp", "tp")
