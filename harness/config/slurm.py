@@ -83,7 +83,7 @@ class SlurmConfig:
     """How often a job is requeued automatically after a preemption or its time limit; 0 means
     never."""
     max_running: int = slurm_label(16, least=1)
-    """Maximum number of a sweep's points that run on SLURM at once, over all arrays."""
+    """Maximum number of a sweep's points that one command runs on SLURM at once, over all arrays."""
     snapshot: bool = slurm_label(True)
     """Run a copy of the code made at submission, not the code as it is when the job starts."""
     wait: bool = slurm_label(False)

@@ -18,7 +18,6 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -369,14 +368,6 @@ def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
         excluded = _glob_to_regex(expand(pattern))
         found = {name for name in found if not excluded.fullmatch(name)}
     return sorted(Path(name) for name in found if os.path.isfile(name))
-
-
-def repeated_files(patterns: list[str]) -> list[str]:
-    """Files that several of the patterns name; ``find_files`` has them once."""
-    names: Counter[str] = Counter()
-    for pattern in patterns:
-        names.update(_matching(pattern))
-    return sorted(name for name, times in names.items() if times > 1 and os.path.isfile(name))
 
 
 def _matching(pattern: str) -> set[str]:

@@ -80,8 +80,6 @@ def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> Non
 
             for prefix in patterns:
                 patterns += tuple(named_by_prefix(prefix))
-        if len(patterns) > 1 and DATA_KINDS[data.kind].source:
-            _note_repeated(f"data.{name}", patterns)
         if not patterns or _matches_any(patterns):
             continue
         if all(is_seen(f"data.{name}", _without_wildcards(each)) for each in _expanded(patterns)):
@@ -89,17 +87,6 @@ def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> Non
             raise ConfigError(
                 f"data.{name}", f"[{','.join(getattr(data, name))}]", rule, "files that exist"
             )
-
-
-@functools.cache
-def _note_repeated(field: str, patterns: tuple[str, ...]) -> None:
-    from harness.data.documents import repeated_files
-
-    if repeated := repeated_files(list(patterns)):
-        works = "data.sources with weights, to read it more often"
-        note(
-            f"{field} names {repeated[0]} more than once, and it is read once; would work: {works}"
-        )
 
 
 def require_vocabulary(job: Job) -> None:

@@ -16,7 +16,7 @@ from harness.launch import state as state_module
 from harness.launch import submit as submit_module
 from harness.launch.queue import Jobs, Queued
 from harness.launch.rows import of_sweep
-from harness.launch.state import RunState, SlurmJobRecord
+from harness.launch.state import SlurmJobRecord
 from harness.launch.sweep import run
 from harness.launch.sweep.folder import (
     FILE,
@@ -304,49 +304,3 @@ def test_scripts_have_limits_and_dependencies(tmp_path, capsys):
     assert all("--array=0-1%" in each for each in parts)
     found = sorted(("export ALGO=Ring" in each, "--code" in each) for each in parts)
     assert found == [(False, False), (False, True), (True, False), (True, True)]
-
-
-def test_points_that_slurm_has_already_count(tmp_path, monkeypatch):
-    """Two of a limit of four are in use; then all four, and new points wait for their end."""
-    own = points(tmp_path, "training.seed=1,2,3,4,5,6,7,8", "cluster.max_running=4")
-    for point in own:
-        RunFolder(point.run_dir).plan(point.job, point.overrides)
-    waiting = [
-        RunState(
-            point.run_dir, "pending", job_record=SlurmJobRecord("x", index, ident), job_id=ident
-        )
-        for index, (point, ident) in enumerate(
-            zip(own, ("77_0", "77_1", "77_2", "77_3"), strict=False)
-        )
-    ]
-    asked = []
-
-    def submit(submission, folders, overrides):
-        asked.append((submission.at_once, list(submission.after), len(folders)))
-        return [f"88_{index}" for index in range(len(folders))]
-
-    monkeypatch.setattr(run, "submit", submit)
-    planned = [RunState(point.run_dir, "planned") for point in own[4:]]
-    for busy in (2, 4):
-        tasks = [*own[:busy], *own[4:]]
-        run.Selection.of(SweepFolder(tmp_path), tasks, [*waiting[:busy], *planned]).submit()
-    assert asked == [(2, [], 4), (4, ["77"], 4)]
-
-
-def test_points_of_another_command_for_the_same_sweep_count(tmp_path, monkeypatch, capsys):
-    before = points(tmp_path, "training.seed=1,2")
-    SweepFolder(tmp_path / "n").path.mkdir()
-    SweepFolder(tmp_path / "n").add(before, [])
-    taken = {str(point.run_dir): f"77_{index}" for index, point in enumerate(before)}
-
-    def read_state(run_dir):
-        ident = taken.get(str(run_dir))
-        if ident is None:
-            return RunState(run_dir, "planned")
-        return RunState(run_dir, "running", job_record=SlurmJobRecord("n"), job_id=ident)
-
-    monkeypatch.setattr(run, "read_states", lambda asked: [read_state(path) for path in asked])
-    assert (
-        sweep(tmp_path, "training.seed=3,4,5", "cluster.max_running=3", "cluster.dry_run=true") == 0
-    )
-    assert "--array=0-2%1\n" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import uuid
@@ -146,25 +145,10 @@ class Selection:
             lines += [f"    {line}" for line in _reasons(skipped, others)]
         return "\n".join(lines) + "\n"
 
-    def arrays(self) -> tuple[list[Array], list[str]]:
-        """Return the arrays to submit, and ids of the jobs that must end before the first array may start.
-
-        Points that are pending or running count towards ``cluster.max_running``, also those that
-        other commands have added to the sweep.
-        """
-        typed = {os.path.normpath(point.run_dir) for point in self.points}
-        listed = self.folder.points()
-        others = [each.run_dir for each in listed if os.path.normpath(each.run_dir) not in typed]
-        busy = [
-            each
-            for each in (*self.seen, *read_states(others))
-            if each.state in BUSY and each.job_record
-        ]
+    def arrays(self) -> list[Array]:
+        """Return the arrays to submit."""
         limit = min((point.job.cluster.max_running for point in self.remote), default=1)
-        if limit > len(busy):
-            return arrays_of(self.remote, limit - len(busy)), []
-        ids = {each.job_id.partition("_")[0] for each in busy if each.job_id is not None}
-        return arrays_of(self.remote, limit), sorted(ids)
+        return arrays_of(self.remote, limit)
 
     def submission(self, array: Array, name: str, after: Sequence[str]) -> Submission:
         """Return an array as it is submitted under a name, after other jobs."""
@@ -176,10 +160,9 @@ class Selection:
 
     def submit(self) -> None:
         """Submit the points for SLURM; those of equal shape form one array."""
-        arrays, first = self.arrays()
         submitted: list[str] = []
-        for array in arrays:
-            after = first if array.after is None else [submitted[array.after]]
+        for array in self.arrays():
+            after = [] if array.after is None else [submitted[array.after]]
             # A unique name, which identifies the jobs if this process dies while it submits.
             submission = self.submission(array, f"{self.folder.name}.{uuid.uuid4().hex[:8]}", after)
             folders = [RunFolder(path) for path in submission.run_dirs]
@@ -291,9 +274,8 @@ def _show_dry(folder: SweepFolder, points: Sequence[Point], skipped: Sequence[Sk
     seen = read_states([point.run_dir for point in points])
     selection = Selection.of(folder, points, seen, rerun=True)
     sys.stderr.write(selection.in_words(skipped))
-    arrays, first = selection.arrays()
-    for array in arrays:
-        after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
+    for array in selection.arrays():
+        after = [] if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
         sys.stdout.write(
             f"{selection.submission(array, folder.name, after).script(planned=True)}\n"
         )
