@@ -19,6 +19,7 @@ from harness.config.model import ARCHITECTURES, BLOCKS
 from harness.config.optimizer import DECAYS, KINDS
 from harness.config.types import rule_in_words, type_hints, type_in_words
 from harness.util.errors import UserError, as_typed
+from harness.util.words import shortened
 
 if TYPE_CHECKING:
     from harness.compose.arguments import Parser
@@ -56,13 +57,13 @@ class FieldHelp:
     @property
     def line(self) -> str:
         rule = f"  # {self.rule}" if self.rule else ""
-        return _cut(f"{self.name}={as_typed(self.value)}") + rule
+        return shortened(f"{self.name}={as_typed(self.value)}", WIDTH) + rule
 
     @property
     def text(self) -> str:
         facts = "; ".join(filter(None, [self.type, self.rule, f"{self.role}: {ROLES[self.role]}"]))
         lines = [
-            _cut(f"{self.name}={as_typed(self.value)}"),
+            shortened(f"{self.name}={as_typed(self.value)}", WIDTH),
             *_wrapped(self.meaning),
             *_wrapped(facts),
         ]
@@ -138,7 +139,7 @@ def _screen(parser: Parser, schema: type) -> str:
             f"groups, GROUP=OPTION ({parser.prog} --help GROUP explains options and fields)",
         ]
         for name in sorted(groups()):
-            lines.append(_cut_list(f"  {name:<{width}}  ", options_of(name)))
+            lines.append(shortened(f"  {name:<{width}}  {', '.join(options_of(name))}", WIDTH))
     lines += [
         "",
         f"fields, FIELD=VALUE: {parser.prog} --help FIELD explains one, --help all lists all",
@@ -193,20 +194,6 @@ def _added(config: Any) -> Iterator[FieldHelp]:
             for key in name.split("."):
                 values = values.get(key) or {}
             yield from field_helps(options, values, f"{name}.")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
-
-
-def _cut_list(start: str, names: list[str]) -> str:
-    """Write names in a line; of too many the first ones and their number."""
-    line = start + ", ".join(names)
-    shown = len(names)
-    while len(line) > WIDTH:
-        shown -= 1
-        line = f"{start}{', '.join(names[:shown])}, ... ({len(names)})"
-    return line
 
 
 def _wrapped(text: str) -> list[str]:

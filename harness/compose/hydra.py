@@ -219,13 +219,12 @@ def apply_value(config: dict[str, Any], parsed: Any) -> None:
     *path, last = parsed.key_or_group.split(".")
     place: Any = config
     for name in path:
-        if isinstance(place, dict) and not isinstance(place.get(name), dict | list):
+        if isinstance(place.get(name), list):
+            raise UserError(f"{typed}: an element of a list; would work: the complete list")
+        if not isinstance(place.get(name), dict):
             place[name] = {}
-        place = _element(place, name, typed) if isinstance(place, list) else place[name]
-    if isinstance(place, list):
-        _element(place, last, typed)
-        place[int(last)] = value
-    elif parsed.is_delete():
+        place = place[name]
+    if parsed.is_delete():
         if last not in place:
             raise UserError(f"{typed}: there is nothing to remove")
         del place[last]
@@ -233,14 +232,6 @@ def apply_value(config: dict[str, Any], parsed: Any) -> None:
         raise UserError(f"{typed}: the field exists already; would work: {typed[1:]}")
     else:
         merge(place, {last: value})
-
-
-def _element(values: list[Any], index: str, typed: str) -> Any:
-    if not (index.isdigit() and int(index) < len(values)):
-        raise UserError(
-            f"{typed}: the list has {len(values)} elements; would work: the complete list"
-        )
-    return values[int(index)]
 
 
 def resolve_references(

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 from harness.compose.paths import config_folders
 from harness.config.types import type_hints, without_null
@@ -17,23 +17,11 @@ SETTING = "hydra.searchpath"
 _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
-_NAMES_OF_NUMBERS = re.compile(r"\s*(nan|inf)\s*", re.IGNORECASE)
-QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
-# A quoted text, or an unquoted element of a list, mapping or sweep with characters that are not
-# ASCII.
-_NON_ASCII = re.compile(
-    QUOTED + r"|(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])"
-)
+# A value that is read as it is: one with lists, mappings, functions, quotes or references.
+_HAS_SYNTAX = re.compile(r"[\[\]{}()'\"$\\]")
 # A number or switch that Hydra would write in another way: 12.10 as 12.1, true as True. Not
 # integers.
-_NUMBER_ALONE = (
-    r"\s*(?!(?:0|-?[1-9]\d*)\s*(?:$|[,\])}]))"
-    r"(?P<number>[+-]?(?:[\d.][\w.+-]*|(?i:true|false|nan|inf)))"
-    r"\s*(?![^,\])}])"
-)
-# It is an element of a list or sweep, or one of a mapping, which follows its key.
-_OF_LIST = re.compile(QUOTED + r"|(?P<key>(?<![^,\[(]))" + _NUMBER_ALONE)
-_OF_MAPPING = re.compile(QUOTED + r"|(?P<key>(?<![^,{])\s*[\w.-]+\s*:)" + _NUMBER_ALONE)
+_NUMBER = re.compile(r"(?!(0|-?[1-9]\d*)$)[+-]?([\d.][\w.+-]*|(?i:true|false|nan|inf))")
 
 
 @dataclass(frozen=True)
@@ -68,27 +56,22 @@ class Override:
     def for_hydra(self, schema: type) -> str:
         """Return the override with the quotes that Hydra's grammar needs.
 
-        They are around options that look like numbers (debug=nan), around numbers in fields of
-        texts, around characters that are not ASCII, and around the complete value of a ``verbatim``
-        field.
+        They are around options and texts that look like numbers (debug=nan), around characters that
+        are not ASCII, and around the complete value of a ``verbatim`` field. Elements of lists and
+        mappings are as typed.
         """
         value = self.value
         if value is None:
             return self.source
-        if self.key in config_folders().groups:
-            options = value.split(",")
-            for index, option in enumerate(options):
-                if _NAMES_OF_NUMBERS.fullmatch(option):
-                    options[index] = f"'{option}'"
-            value = ",".join(options)
-        elif self.key in _verbatim_fields(schema):
+        if self.key in _verbatim_fields(schema):
             value = _verbatim(value)
-        elif "${" not in value:
-            if ("(" not in value or value.startswith("choice(")) and _has_texts(self.key, schema):
-                element = _OF_MAPPING if "{" in value else _OF_LIST
-                value = element.sub(_with_quoted_number, value)
-            if not value.isascii():
-                value = _NON_ASCII.sub(_with_quotes, value)
+        elif not _HAS_SYNTAX.search(value):
+            is_text = self.key in config_folders().groups or _is_text(self.key, schema)
+            parts = value.split(",")
+            for index, part in enumerate(parts):
+                if (is_text and _NUMBER.fullmatch(part.strip())) or not part.isascii():
+                    parts[index] = f"'{part}'"
+            value = ",".join(parts)
         return f"{self.sign}{self.key}={value}"
 
 
@@ -121,14 +104,6 @@ def quoted(text: str) -> str:
     return "'" + re.sub(r"(\\*)('|$)", escaped, text) + "'"
 
 
-def _with_quotes(match: re.Match[str]) -> str:
-    return match[0] if match[0][0] in "'\"" else f"'{match[0]}'"
-
-
-def _with_quoted_number(match: re.Match[str]) -> str:
-    return f"{match['key']}'{match['number']}'" if match["number"] else match[0]
-
-
 def _verbatim(value: str) -> str:
     """Quote a text, unless it is null or has Hydra's quotes: a quote inside has a backslash before it."""
     if value == "null" or re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value, re.DOTALL):
@@ -142,14 +117,12 @@ def _verbatim_fields(schema: type) -> set[str]:
 
 
 @functools.cache
-def _has_texts(key: str, schema: type) -> bool:
-    """Whether a field is a text, or a list or mapping of texts."""
+def _is_text(key: str, schema: type) -> bool:
+    """Whether a field is a text, or a key of a mapping of texts."""
     hint: Any = schema
     for name in key.split("."):
         if dataclasses.is_dataclass(hint):
             hint = without_null(type_hints(hint).get(name))  # type: ignore[arg-type]
-        else:  # of a list or mapping
+        else:  # of a mapping
             hint = (get_args(hint) or (None,))[-1]
-    while get_origin(hint) in (dict, list):
-        hint = get_args(hint)[-1]
     return hint is str

@@ -350,16 +350,8 @@ def cancel(job_ids: Sequence[str]) -> None:
     """Cancel waiting and running jobs by one call of scancel; ignore jobs that have already ended."""
     if not job_ids:
         return
-    # The tasks of each array are one id, 5_[0,1,7], which scancel cancels by one message.
-    tasks: dict[str, list[str]] = defaultdict(list)
-    for job_id in job_ids:
-        array, _, task = job_id.partition("_")
-        tasks[array].append(task)
-    ids = [
-        array if each == [""] else f"{array}_[{','.join(each)}]" for array, each in tasks.items()
-    ]
     try:
-        _run("scancel", *ids)
+        _run("scancel", *job_ids)
     except SlurmError as error:
         if not error.lines:  # scancel is missing, or does not answer
             raise

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.inputs import require_inputs
-from harness.launch.queue import Queued, SlurmError, jobs, require_slurm
+from harness.launch.queue import SlurmError, jobs, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
 from harness.launch.state import BUSY, RunState, SlurmJobRecord, record_lost
+from harness.launch.sweep.folder import Point
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, ConfigError, UserError
-from harness.util.words import dollars, figure, summed
+from harness.util.words import dollars, figure, plural, summed
 
-POLL_SECONDS = 1.0
-QUEUE_SECONDS = 5.0
+FOLLOW_SECONDS = 10.0
+"""Interval between queries of the queue."""
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -57,7 +60,10 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         words = f"{ident}\n"
     sys.stdout.write(words)
     sys.stdout.flush()
-    return follow(job, folder) if job.cluster.wait else EXIT_OK
+    if not job.cluster.wait:
+        return EXIT_OK
+    point = Point(job.id, folder.path, overrides, job)
+    return EXIT_INTERRUPTED if follow_points([point], [job.name]) else _show_end(job, folder)
 
 
 def _last_state(folder: RunFolder, submission: Submission) -> RunState:
@@ -155,40 +161,39 @@ def confirm(jobs: list[Job]) -> None:
         raise UserError("nothing was submitted")
 
 
-def queued(run_dir: Path) -> Queued | None:
-    """Return a run's job in SLURM's queue."""
-    job_record = SlurmJobRecord.read(run_dir)
-    return None if job_record is None else job_record.find(jobs())
+def states_of(points: Sequence[Point]) -> list[RunState]:
+    """Return the states of points; write missing rows of ended points."""
+    seen, closed = record_lost([point.run_dir for point in points])
+    if closed:
+        counts = Counter(each.kind or each.state for each in closed)
+        named = ", ".join(f"{count} {name}" for name, count in counts.items())
+        sys.stderr.write(f"{plural(len(closed), 'point')} ended without a result: {named}\n")
+    return seen
 
 
-def follow(job: Job, folder: RunFolder) -> int:
-    """Show rank 0's output until the job ends; return the run's exit code."""
-    tail = Tail(folder.path / "logs" / "rank0.out")
-    asked = 0.0
+def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
+    """Wait until no point is pending or running, printing changes; return whether the user interrupted it."""
+    shown: dict[Path, str] = {}
     try:
         while True:
-            tail.show()
-            has_ended = folder.state in ("completed", "interrupted", "failed")
-            if time.monotonic() - asked >= QUEUE_SECONDS or has_ended:
-                try:
-                    [[seen], _] = record_lost([folder.path])
-                    if seen.is_damaged or seen.state == "blocked":
-                        raise UserError(seen.reason)
-                    # Rank 0 may still print after it has written its status.
-                    if seen.state not in (*BUSY, "lost") and queued(folder.path) is None:
-                        tail.show()
-                        return _show_end(job, folder)
-                except SlurmError as error:
-                    sys.stderr.write(f"WARNING {error}\n")
-                    time.sleep(QUEUE_SECONDS)
-                    continue
-                asked = time.monotonic()
-            time.sleep(POLL_SECONDS)
+            try:
+                seen = states_of(points)
+            except SlurmError as error:
+                sys.stderr.write(f"WARNING {error}\n")
+                time.sleep(FOLLOW_SECONDS)
+                continue
+            for name, each in zip(names, seen, strict=True):
+                if shown.get(each.run_dir, "pending") != each.state:
+                    about = f" ({each.about})" if each.kind else ""
+                    sys.stderr.write(f"{name}: {each.state}{about}\n")
+                shown[each.run_dir] = each.state
+            # A job that is lost may yet be closed by the process that holds its folder.
+            if not any(each.state in (*BUSY, "lost") and not each.is_damaged for each in seen):
+                return False
+            time.sleep(FOLLOW_SECONDS)
     except KeyboardInterrupt:
-        record = SlurmJobRecord.read(folder.path)
-        ident = None if record is None else record.job_id
-        sys.stderr.write(f"\nstopped following; job {ident} continues in {folder.path}\n")
-        return EXIT_INTERRUPTED
+        sys.stderr.write("\nstopped following; the jobs continue\n")
+        return True
 
 
 def _show_end(job: Job, folder: RunFolder) -> int:
@@ -200,27 +205,3 @@ def _show_end(job: Job, folder: RunFolder) -> int:
     # The row may be damaged, or not yet visible on a shared file system.
     unknown = EXIT_OK if folder.state == "completed" else EXIT_MACHINE
     return int(folder.row.get("exit_code", unknown))
-
-
-class Tail:
-    """Prints what is appended to a file; a file that replaces it is printed from its beginning."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._inode = -1
-        self._shown = 0
-
-    def show(self) -> None:
-        try:
-            with self.path.open("rb") as file:
-                inode = self.path.stat().st_ino
-                if inode != self._inode:
-                    self._inode = inode
-                    self._shown = 0
-                file.seek(self._shown)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        self._shown += len(new)
-        sys.stdout.write(new.decode(errors="replace"))
-        sys.stdout.flush()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.failures import CONSEQUENCES, describe_failure
-from harness.run.reserve import write_with_reserve
 from harness.run.result import write_json_atomically
 from harness.util.encoding import parse_object
 
@@ -54,7 +53,7 @@ class RunErrors:
         path = self._path(rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_with_reserve(self.run_dir, lambda: write_json_atomically(path, row))
+            write_json_atomically(path, row)
         except OSError as failure:
             self._unrecorded.append(row)
             text = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "

@@ -22,7 +22,6 @@ from typing import IO, Any
 from harness.config.job import Job
 from harness.metrics.jsonl import read_rows
 from harness.run.errors import RunErrors
-from harness.run.reserve import make_reserve, write_with_reserve
 from harness.run.result import git_commit, read_result, versions, write_json_atomically
 from harness.util.encoding import parse_object
 from harness.util.errors import UserError
@@ -152,7 +151,7 @@ class RunFolder:
             "time": time.time(),
         }
         status = {"state": state, **owner, **facts}
-        write_with_reserve(self.path, lambda: write_json_atomically(self.path / STATUS, status))
+        write_json_atomically(self.path / STATUS, status)
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
@@ -184,7 +183,6 @@ class RunFolder:
             with self._written():
                 self._hold()
                 self._refuse_if_running()
-                make_reserve(self.path)
                 yield
         except BaseException:
             self.release()

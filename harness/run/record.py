@@ -11,7 +11,6 @@ from typing import Any
 from harness.config.failures import ERROR_FIELDS_IN_ROW
 from harness.config.job import Job
 from harness.run.folder import RunFolder
-from harness.run.reserve import free_reserve, write_with_reserve
 from harness.run.result import write_result
 from harness.util.errors import EXIT_OK, STOPPED
 
@@ -60,9 +59,8 @@ class RunRecord:
             row = self._row(ending, self._last_facts() if facts is None else facts)
         path = self.folder.path
         try:
-            write_with_reserve(path, lambda: write_result(path, row))
+            write_result(path, row)
             self.folder.set_status(reason, exit_code=code)
-            free_reserve(path)
         except OSError as error:
             sys.stderr.write(
                 f"WARNING {path}: how the run ended ({reason}, exit code {code}) cannot be "

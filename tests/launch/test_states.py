@@ -17,8 +17,9 @@ from harness.compose.composer import compose_job
 from harness.compose.verb import VERBS
 from harness.launch.queue import Jobs, Queued
 from harness.launch.state import SlurmJobRecord, state_of
+from harness.launch.submit import states_of
 from harness.launch.sweep.folder import Point, SweepFolder
-from harness.launch.sweep.run import Selection, states_of
+from harness.launch.sweep.run import Selection
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
@@ -190,8 +191,8 @@ def test_a_sweep_is_cancelled_by_one_command(mocked, monkeypatch):
     SlurmJobRecord("single", None, "9").write(mocked.sweep.points()[-1].run_dir)
     out, _ = mocked.verb("cancel")
     assert out == f"cancelled {POINTS} of {POINTS} points\n"
-    tasks = ",".join(str(n) for n in range(POINTS - 1))
-    assert mocked.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
+    tasks = " ".join(f"7_{n}" for n in range(POINTS - 1))
+    assert mocked.calls()[1:] == [f"scancel {tasks} 9"]
     mocked.prints("squeue")
     reads, read_job = [], RunFolder.read_job
     monkeypatch.setattr(
@@ -309,7 +310,7 @@ def test_failed_points_that_slurm_puts_back_into_its_queue_are_started_once(mock
     wanted = Selection.of(mocked.sweep, points, states_of(points)).wanted
     assert [point.id for point in wanted] == [point.id for point in points[2:]]
     out, _ = mocked.verb("cancel")
-    assert out == f"cancelled 2 of {POINTS} points\n" and mocked.calls()[-1] == "scancel 7_[0,1]"
+    assert out == f"cancelled 2 of {POINTS} points\n" and mocked.calls()[-1] == "scancel 7_0 7_1"
 
 
 @pytest.mark.parametrize("trouble", ["held", "job.json", "slurm/job.json"])
@@ -361,7 +362,7 @@ def test_single_runs_have_the_same_verbs(mocked):
     out, _ = mocked.verb("runs", run="p0")
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
     out, _ = mocked.verb("cancel", run="p0")
-    assert out == "cancelled 1 of 1 point\n" and mocked.calls()[-1] == "scancel 7_[0]"
+    assert out == "cancelled 1 of 1 point\n" and mocked.calls()[-1] == "scancel 7_0"
     # A folder of all runs of one name.
     out, _ = mocked.verb("runs")
     assert {"1 pending", "1 running"} <= set(out.splitlines()[-1].split(", "))

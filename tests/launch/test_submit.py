@@ -8,6 +8,7 @@ import pytest
 from one_line import one_line
 
 from harness.compose.composer import compose_job
+from harness.config.fields import with_value
 from harness.launch import queue, slurm, submit
 from harness.launch import state as lost
 from harness.launch.queue import Jobs, Queued
@@ -150,47 +151,38 @@ def test_a_job_that_slurm_will_start_is_not_submitted_again(
     assert "one: already submitted (" in said and why in said and ") as job 12, " in said
 
 
-@pytest.fixture
 def followed(job, monkeypatch):
-    """A run whose job has left the queue."""
-    for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
-        monkeypatch.setattr(submit, name, 0.01)
-    folder = RunFolder(job.run_dir)
-    submit.submit_one(job, folder, [])
-    return folder
+    """The exit code of a command that follows the job."""
+    monkeypatch.setattr(submit, "FOLLOW_SECONDS", 0.01)
+    return submit.submit_one(with_value(job, "cluster.wait", True), RunFolder(job.run_dir), [])
 
 
-def test_a_late_row_is_no_lost_job(job, followed, monkeypatch):
+def test_a_late_row_is_no_lost_job(job, monkeypatch, capsys):
     def end_meanwhile(wanted):
-        RunRecord(job, followed).end("completed", EXIT_OK, {})
+        if wanted:
+            RunRecord(job, RunFolder(job.run_dir)).end("completed", EXIT_OK, {})
         return dict.fromkeys(wanted, "COMPLETED")
 
     monkeypatch.setattr(lost, "last_states", end_meanwhile)
-    assert submit.follow(job, followed) == EXIT_OK
-    assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
+    assert followed(job, monkeypatch) == EXIT_OK
+    assert "one: completed\n" in capsys.readouterr().err
 
 
-def test_a_lost_job_gets_its_row(job, followed, monkeypatch):
-    other = RunFolder(job.run_dir)
-    other.hold()
-
-    asked = []
-
-    def release_when_asked_twice(wanted):
-        asked.append(wanted)
-        if len(asked) == 2:
-            assert followed.state == "submitted"
-            other.release()
-        return dict.fromkeys(wanted, "NODE_FAIL")
-
-    monkeypatch.setattr(lost, "last_states", release_when_asked_twice)
-    assert submit.follow(job, followed) == EXIT_MACHINE
-    assert followed.row["error.kind"] == "node"
-    assert f"without {job.run_dir}/slurm/12_0_log.out" in followed.row["error.message"]
+def test_a_lost_job_gets_its_row(job, monkeypatch, capsys):
+    monkeypatch.setattr(lost, "last_states", lambda wanted: dict.fromkeys(wanted, "NODE_FAIL"))
+    assert followed(job, monkeypatch) == EXIT_MACHINE
+    row = RunFolder(job.run_dir).row
+    assert row["error.kind"] == "node" and "one: failed (node: " in capsys.readouterr().err
+    assert f"without {job.run_dir}/slurm/12_0_log.out" in row["error.message"]
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", EXIT_OK), ("failed", EXIT_MACHINE)])
-def test_an_unreadable_row(job, followed, state, code):
-    followed.set_status(state)
-    (job.run_dir / "result.json").write_text("{")
-    assert submit.follow(job, followed) == code
+def test_an_unreadable_row(job, monkeypatch, state, code):
+    def end_meanwhile(wanted):
+        if wanted:
+            RunFolder(job.run_dir).set_status(state)
+            (job.run_dir / "result.json").write_text("{")
+        return {}
+
+    monkeypatch.setattr(lost, "last_states", end_meanwhile)
+    assert followed(job, monkeypatch) == code

@@ -22,7 +22,6 @@ from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RunFolder
 from harness.run.record import RunRecord
-from harness.run.reserve import RESERVE
 from harness.run.result import (
     git_commit,
     write_json_atomically,
@@ -183,29 +182,9 @@ def fill(path: Path) -> None:
             file.write(b"0" * 4096)
 
 
-def test_a_disk_that_gets_full(small_disk, job, capsys):
-    folder = RunFolder(small_disk / "run")
-    begin(folder, job, [])
-    folder.set_status("running")
-    with closing(MetricsFile(folder.path / "metrics.jsonl")) as file:
-        file.write({"step": 1, "loss": 2.5})
-    fill(small_disk / "others")
-    folder.errors.record(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
-    assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert said.startswith(
-        "error: rank 0 of 1 after step 1: OSError (machine): [Errno 28] No space left"
-    )
-    assert folder.state == "failed"
-    assert (folder.row["exit_code"], folder.row["step"]) == (EXIT_MACHINE, 1)
-    assert not (folder.path / RESERVE).exists()
-
-
 def test_a_full_disk(small_disk, job, capsys):
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
-    (folder.path / RESERVE).unlink()
     fill(small_disk / "others")
     with one_line(UserError, r"cannot write the run folder: .*No space left"):
         begin(RunFolder(small_disk / "another"), job, [])

@@ -43,7 +43,7 @@ def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands):
     said = commands.train(*layout, "cluster.wait=true")
     run = commands.only_run("pair")
     assert f"submitted as job {job_of(run)}, 2 nodes x 2 ranks, at most 2 rank-hours" in said
-    assert re.search(r"step +6/6", said)  # rank 0 is shown
+    assert "pair: completed\n" in said
 
     commands.train("name=alone")
     alone = dict(losses(commands.only_run("alone")))

@@ -24,7 +24,7 @@ from harness.config.job import Job
 from harness.config.types import UNSET
 from harness.launch.listing import counted, rows_of, table_of
 from harness.launch.state import BUSY
-from harness.launch.submit import confirm
+from harness.launch.submit import confirm, follow_points, states_of
 from harness.launch.sweep.folder import (
     Point,
     Skipped,
@@ -35,7 +35,7 @@ from harness.launch.sweep.folder import (
     sets_label,
     unique_points,
 )
-from harness.launch.sweep.run import Selection, follow_points, in_group, run_point, states_of
+from harness.launch.sweep.run import Selection, in_group, run_point
 from harness.launch.sweep.study import (
     DIRECTIONS,
     PointFailedError,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from harness.compose.composer import Composed
 from harness.compose.verb import guarded
@@ -17,10 +15,10 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.listing import rows_of, table_of
-from harness.launch.queue import SlurmError, largest_array
+from harness.launch.queue import largest_array
 from harness.launch.slurm import Shape, Submission, shape_of
-from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states, record_lost
-from harness.launch.submit import confirm, cost_in_words, submit
+from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states
+from harness.launch.submit import confirm, cost_in_words, follow_points, states_of, submit
 from harness.launch.sweep.folder import (
     Point,
     Skipped,
@@ -36,8 +34,6 @@ from harness.util.tables import to_text
 from harness.util.words import plural
 
 SKIPPED_SHOWN = 10
-FOLLOW_SECONDS = 10.0
-"""Interval between queries of the queue."""
 
 
 @dataclass(frozen=True)
@@ -217,16 +213,6 @@ def in_group(point: Point, folder: SweepFolder) -> Point:
     return replace(point, composed=with_value(point.job, "metrics.wandb_group", group))
 
 
-def states_of(points: Sequence[Point]) -> list[RunState]:
-    """Return the states of points; write missing rows of ended points."""
-    seen, closed = record_lost([point.run_dir for point in points])
-    if closed:
-        counts = Counter(each.kind or each.state for each in closed)
-        named = ", ".join(f"{count} {name}" for name, count in counts.items())
-        sys.stderr.write(f"{plural(len(closed), 'point')} ended without a result: {named}\n")
-    return seen
-
-
 def _start(
     folder: SweepFolder,
     points: Sequence[Point],
@@ -307,30 +293,6 @@ def run_point(point: Point) -> int:
         return launch(job, folder, apart=True)
 
     return guarded(run)
-
-
-def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
-    """Wait until no point is pending or running, printing changes; return whether the user interrupted it."""
-    shown: dict[Path, str] = {}
-    try:
-        while True:
-            try:
-                seen = states_of(points)
-            except SlurmError as error:
-                sys.stderr.write(f"WARNING {error}\n")
-                time.sleep(FOLLOW_SECONDS)
-                continue
-            for name, each in zip(names, seen, strict=True):
-                if shown.get(each.run_dir, "pending") != each.state:
-                    about = f" ({each.about})" if each.kind else ""
-                    sys.stderr.write(f"{name}: {each.state}{about}\n")
-                shown[each.run_dir] = each.state
-            if not any(each.state in BUSY for each in seen):
-                return False
-            time.sleep(FOLLOW_SECONDS)
-    except KeyboardInterrupt:
-        sys.stderr.write("\nstopped following; the jobs continue\n")
-        return True
 
 
 def _finish(

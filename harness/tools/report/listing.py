@@ -10,8 +10,8 @@ from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.launch.listing import counted, rows_of, table_of
 from harness.launch.state import read_or_warn
+from harness.launch.submit import states_of
 from harness.launch.sweep.folder import SweepFolder, points_in
-from harness.launch.sweep.run import states_of
 from harness.launch.sweep.study import StudyRecord, best_in_words
 from harness.run.folder import METRICS, STATUS, RunFolder
 from harness.util.tables import to_text
