@@ -86,6 +86,9 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
     """Compose the control and the techniques, in this order."""
     config = job.converge
     known = config.techniques | (config.expert_techniques if job.model.moe.enabled else {})
+    if CONTROL in known:
+        rule = "this is the name of the job itself"
+        raise ConfigError(f"converge.techniques.{CONTROL}", known[CONTROL], rule, "another name")
     for name in config.only:
         if name not in known:
             raise ConfigError("converge.only", name, "no such technique", sorted(known))
