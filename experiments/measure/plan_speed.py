@@ -80,7 +80,7 @@ def run(overrides: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
     """Run a command; return its CPU seconds and what it prints."""
     before = _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
-        file = [f"sweep_file={folder}/found.yaml"] if "search=true" in overrides else []
+        file = [f"sweep_file={folder}/sweep/found.yaml"] if "search=true" in overrides else []
         done = subprocess.run(
             [sys.executable, "-m", "harness", "plan", *overrides, *file, "--json"],
             cwd=ROOT,

@@ -88,7 +88,9 @@ PARTS = {
 """What the words of STARTS are filled with."""
 
 STARTS = {
-    "plan": [(0.4, "search=true cluster.ranks=8 cluster.accelerator=L4 sweep_file=found.yaml")],
+    "plan": [
+        (0.4, "search=true cluster.ranks=8 cluster.accelerator=L4 sweep_file=sweep/found.yaml")
+    ],
     "train": [(0.3, "cluster=slurm_cpu cluster.dry_run=true")],
     "convert": [(0.7, "convert.source={weights} convert.target={target}")],
     "generate": [(0.9, "checkpoint={weights}"), (0.7, "{prompt}")],

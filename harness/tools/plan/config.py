@@ -19,6 +19,8 @@ GPUS = 8
 REHEARSE = "harness.tools.rehearse.verb:rehearse_plan"
 """Where the function is that rehearses a plan's job: it gets the plan, and returns a ``Result``."""
 SEARCH = Switch("search")
+ALONE = ("calibrate", "against", "rehearse", "search")
+"""Fields that ask for something else than a plan; a job has one of them."""
 AnyJob = TypeVar("AnyJob", bound=Job)
 
 
@@ -35,8 +37,8 @@ class PlanJob(Job):
     headroom: float = label(0.0, least=0, below=1, needs=SEARCH)
     """With search: fraction of the usable memory that a layout must leave free."""
     sweep_file: str | None = label(None, needs=SEARCH)
-    """With search: file of the sweep that measures the shown layouts; null: sweeps/search/<name>.yaml,
-    or sweep/<name>-search.yaml in the current folder if the former cannot be written."""
+    """With search: file of the sweep that measures the shown layouts, in a folder called sweep; null:
+    sweep/<name>-search.yaml in the current folder."""
     rehearse: bool = label(False)
     """Also rehearse the job on virtual GPUs (``harness rehearse``), and show its memory next to the
     plan."""
@@ -71,37 +73,25 @@ class PlanJob(Job):
         return resolve(job, launched_ranks=launched_ranks, gpus=gpus)
 
     def _validate_plan(self) -> None:
-        if self.rehearse and self.search:
-            raise ConfigError(
-                "rehearse", True, "cannot be combined with search=true", "search=false"
-            )
-        asked = [
-            name for name in ("search", "rehearse", "calibrate", "picture") if getattr(self, name)
-        ]
-        if self.calibrate is not None and (
-            others := [name for name in asked if name != "calibrate"]
-        ):
-            works = f"calibrate alone, then {others[0]} without"
-            raise ConfigError(
-                "calibrate", self.calibrate, "fits constants to runs and plans no job", works
-            )
-        if self.against is not None and asked:
-            rule = f"compares the plans of two jobs, and {asked[0]} works on one"
-            raise ConfigError("against", self.against or "''", rule, f"against without {asked[0]}")
-        written = [("picture", ".png"), ("sweep_file", ".yaml")]
-        for name, suffix in (
-            *written,
-            *([("calibration", ".json")] if self.calibrate is not None else []),
-        ):
-            path = getattr(self, name)
-            if path is None:
-                continue
-            if Path(path).suffix != suffix:
-                raise ConfigError(name, path or "''", f"must end in {suffix}", f"plan{suffix}")
-            if not Path(path).parent.is_dir():
-                raise ConfigError(
-                    name, path, f"there is no folder {Path(path).parent}", f"plan{suffix}"
-                )
+        asked = [name for name in ALONE if getattr(self, name) not in (None, False)]
+        if self.picture is not None and asked not in ([], ["search"]):
+            asked.append("picture")
+        if len(asked) > 1:
+            rule = f"cannot be combined with {asked[1]}"
+            raise ConfigError(asked[0], getattr(self, asked[0]), rule, "one of them")
+        suffixes = {"picture": ".png", "sweep_file": ".yaml"}
+        if self.calibrate is not None:
+            suffixes["calibration"] = ".json"
+        for name, suffix in suffixes.items():
+            path = Path(getattr(self, name) or f"plan{suffix}")
+            if path.suffix != suffix:
+                raise ConfigError(name, path, f"must end in {suffix}", f"plan{suffix}")
+            if name == "sweep_file":
+                if self.sweep_file is not None and path.parent.name != "sweep":
+                    rule = "must be in a folder called sweep, which --config-dir can add"
+                    raise ConfigError(name, path, rule, f"sweep/{path.name}")
+            elif not path.parent.is_dir():
+                raise ConfigError(name, path, f"there is no folder {path.parent}", f"plan{suffix}")
 
 
 PLANNER_FIELDS = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}

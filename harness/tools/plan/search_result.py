@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.compose.paths import conf_dir, config_folders
 from harness.tools.plan.config import PLANNER_FIELDS
 from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.render import (
@@ -24,7 +22,6 @@ from harness.tools.plan.render import (
     schedule_of,
 )
 from harness.tools.plan.search import Candidate, Search
-from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
 from harness.util.tables import Column, Table, to_text
@@ -160,26 +157,16 @@ def search_as_dict(found: Search) -> dict[str, Any]:
 
 
 def sweep_path(name: str, asked: str | None) -> Path:
-    """Return the path of the sweep file: ``asked``, or in sweeps/search, for ``sweep=search/NAME``.
-
-    If the harness is an installed package, or that folder is not writable: in ``sweep/`` of this
-    folder.
-    """
-    if asked is not None:
-        return Path(asked)
-    folder = (Path(conf_dir()) / "sweep").resolve()
-    is_installed = Path(conf_dir()).is_relative_to(PACKAGE)
-    if is_installed or not os.access(folder, os.W_OK):
-        return Path("sweep", f"{name}-search.yaml")
-    return folder / "search" / f"{name}.yaml"
+    """Return the path of the sweep file, in a folder that ``--config-dir`` makes an option of ``sweep``."""
+    return Path(asked or f"sweep/{name}-search.yaml")
 
 
 def commands(found: Search, path: Path, overrides: Sequence[str]) -> str:
     """Write the sweep that measures the shown layouts; return what to type: to start it, and to train one."""
     base = found.space.base.parallelism
     plan = found.best[0].plan
-    shown = sorted(found.shown.values(), key=lambda each: each.order)
-    points = [each.point.overrides(base) for each in shown]
+    shown = sorted(found.shown.values(), key=lambda candidate: candidate.order)
+    points = [candidate.point.overrides(base) for candidate in shown]
     # Each point sets the searched fields; the same field on the command line would override it.
     of_pipeline = ("pp_schedule", "pp_layers_per_stage", "pp_microbatch_size")
     moved = {override.split("=")[0] for override in points[0]} | PLANNER_FIELDS
@@ -203,23 +190,11 @@ hydra:
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise ConfigError("sweep_file", path, rule, "another path") from error
-    train = shlex.join(["harness", "train", *job, *found.simplest.point.overrides(base)])
+    home = path.parent.parent
+    measure = ["harness", "train", "-m", "--config-dir", f"{home}", f"sweep={path.stem}", *job]
+    train = ["harness", "train", *job, *found.simplest.point.overrides(base)]
     which = "first" if found.simplest is found.best[0] else "simplest"
     return (
-        f"to measure the {len(shown)}: {path}\n  {_command(path.resolve(), job)}\n"
-        f"to train the {which}:\n  {train}\n"
+        f"to measure the {len(shown)}: {path}\n  {shlex.join(measure)}\n"
+        f"to train the {which}:\n  {shlex.join(train)}\n"
     )
-
-
-def _command(path: Path, job: Sequence[str]) -> str:
-    start = ["harness", "train", "-m"]
-    flags = {
-        home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"
-    }
-    flags |= {(folder / "sweep").resolve(): [] for folder in config_folders().paths}
-    for home, more in flags.items():
-        if home in path.parents:
-            name = path.relative_to(home).with_suffix("")
-            return shlex.join([*start, *more, f"sweep={name}", *job])
-    typed = shlex.join([*start, "--config-dir", "FOLDER", f"sweep={path.stem}", *job])
-    return f"to start it: put it into FOLDER/sweep/, and type {typed}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -28,13 +27,11 @@ from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan, Resolution
 from harness.tools.plan.search import search
-from harness.tools.plan.search_result import sweep_path
 from harness.tools.plan.space import SCHEDULES_TRIED, LayoutPoint, Space
 from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 from harness.util.errors import ConfigError, UserError
 
-ROOT = Path(__file__).resolve().parents[3]
 RANKS = ["cluster=slurm_h100", "cluster.ranks=8", "training.global_batch_size=8"]
 EIGHT = ["model=llama3_debug", *RANKS]
 # Small models wait for collectives more than they compute, less so on long sequences.
@@ -360,13 +357,3 @@ def test_what_a_search_cannot_distinguish(monkeypatch: pytest.MonkeyPatch) -> No
     own = search(space, 2, Calibration(Constants()))
     assert found_module.search_as_dict(own)["alike"] is None
     assert "distinguished" not in found_module.render_search(own)
-
-
-def test_the_sweep_goes_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sweep_path("n", "x.yaml") == Path("x.yaml")
-    assert sweep_path("n", None) == ROOT / "sweeps" / "search" / "n.yaml"
-    with monkeypatch.context() as context:
-        context.setattr(os, "access", lambda *_: False)
-        assert sweep_path("n", None) == Path("sweep/n-search.yaml")
-    monkeypatch.setattr(found_module, "conf_dir", lambda: str(ROOT / "harness" / "_conf"))
-    assert sweep_path("n", None) == Path("sweep/n-search.yaml"), "not into an installed package"
