@@ -43,6 +43,10 @@ class ConvergeConfig:
         """Raise ConfigError for combinations that are not allowed."""
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError("converge.seeds", self.seeds, "needs seeds, each once", "[1,2,3]")
+        for name in ("techniques", "expert_techniques"):
+            if changes := getattr(self, name).get(CONTROL):
+                rule = "this is the name of the job itself"
+                raise ConfigError(f"converge.{name}.{CONTROL}", changes, rule, "another name")
         if 2 * self.smooth_steps > job.steps:
             rule = f"must be at most half of training.steps={job.steps}"
             raise ConfigError(
