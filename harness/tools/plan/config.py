@@ -83,15 +83,20 @@ class PlanJob(Job):
         if self.calibrate is not None:
             suffixes["calibration"] = ".json"
         for name, suffix in suffixes.items():
-            path = Path(getattr(self, name) or f"plan{suffix}")
+            typed = getattr(self, name)
+            if typed is None:
+                continue
+            path = Path(typed)
+            rule = ""
             if path.suffix != suffix:
-                raise ConfigError(name, path, f"must end in {suffix}", f"plan{suffix}")
-            if name == "sweep_file":
-                if self.sweep_file is not None and path.parent.name != "sweep":
-                    rule = "must be in a folder called sweep, which --config-dir can add"
-                    raise ConfigError(name, path, rule, f"sweep/{path.name}")
-            elif not path.parent.is_dir():
-                raise ConfigError(name, path, f"there is no folder {path.parent}", f"plan{suffix}")
+                rule = f"must end in {suffix}"
+            elif name == "sweep_file" and path.parent.name != "sweep":
+                rule = "must be in a folder called sweep, which --config-dir can add"
+            elif name != "sweep_file" and not path.parent.is_dir():
+                rule = f"there is no folder {path.parent}"
+            if rule:
+                works = "sweep/found.yaml" if name == "sweep_file" else f"plan{suffix}"
+                raise ConfigError(name, typed or "''", rule, works)
 
 
 PLANNER_FIELDS = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}

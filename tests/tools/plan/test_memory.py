@@ -147,7 +147,7 @@ def saved_by_autograd(job: Job, layer: int) -> int:
         return tensor
 
     block = part.blocks[layer]
-    mask = part._masks(None, x_BTC, part.seq_len)[block.attention.inner.spec]
+    mask = block.attention.inner.mask(None, len(x_BTC), part.seq_len, x_BTC.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x_BTC.requires_grad_(), part.rope, mask, part.positions)
     return sum(saved.values())
