@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import yaml
 
 
-def rows(text: str) -> list[list[Any]]:
+def rows(text):
     """Rows of a table, a line each: columns are two spaces or more apart, and values are YAML."""
     lines = (line.strip() for line in text.strip().splitlines())
     return [[yaml.safe_load(cell) for cell in re.split(" {2,}", line)] for line in lines]

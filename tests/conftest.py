@@ -32,7 +32,7 @@ gc.disable()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _no_rehearsals() -> str:
+def _no_rehearsals():
     """Return why rehearsals cannot run here; empty if they can."""
     try:
         build.require_build()
@@ -53,7 +53,7 @@ def pool():
 
 # First, because pytest-xdist reads the groups, and -m the marks, in the same hook.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
         item.user_properties.append(("group", _group(item)))
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()
 
@@ -87,7 +87,7 @@ def _fewer_objects_to_search():
     gc.freeze()
 
 
-def _group(item: pytest.Item) -> str:
+def _group(item):
     """Return the group of a test; pytest-xdist runs the tests of one group in one process.
 
     Tests of the pool share eight ranks, tests of SLURM one scheduler, and tests of a file its fixtures.
@@ -96,7 +96,7 @@ def _group(item: pytest.Item) -> str:
     return shared[0] if shared else str(item.path.relative_to(Path(__file__).parent))
 
 
-def _turn(item: pytest.Item) -> tuple[int, bool, int]:
+def _turn(item):
     """Order groups, slowest first. Within a group, tests marked ``last`` come last.
 
     Tests of a GPU begin with what finds trouble first: jobs, then kernels, that compute what a CPU computes.
@@ -131,7 +131,7 @@ def _offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Print the duration of the slowest groups."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():

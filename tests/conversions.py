@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness.compose.composer import compose_job
-from harness.config.model import ModelConfig
 from harness.tools.convert import ConvertJob, convert
 from harness.util.errors import EXIT_OK, UserError
-from harness.weights.source import WeightSource
 
 
-def run(source: Path | str, target: Path, *overrides: str) -> None:
+def run(source, target, *overrides):
     """Convert in this process."""
     typed = [*overrides, f"convert.source={source}", f"convert.target={target}"]
     assert convert(compose_job(typed, config_name="convert", schema=ConvertJob), typed) == EXIT_OK
 
 
-def refused(source: Path, target: Path, *overrides: str) -> str:
+def refused(source, target, *overrides):
     """The one-line error of a conversion; checks that no file is left behind."""
     before = {path: path.stat().st_mtime_ns for path in target.parent.rglob("*")}
     with pytest.raises(UserError) as caught:
@@ -33,12 +29,12 @@ def refused(source: Path, target: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def model_of(*overrides: str) -> ModelConfig:
+def model_of(*overrides):
     """The model that overrides of a conversion name."""
     return compose_job(list(overrides), config_name="convert", schema=ConvertJob).model
 
 
-def require_same(found: WeightSource | dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def require_same(found, expected):
     """Fail unless names, their order, dtypes and values agree."""
     read = found if isinstance(found, dict) else {name: found.read(name) for name in found.tensors}
     assert list(read) == list(expected)
@@ -46,7 +42,7 @@ def require_same(found: WeightSource | dict[str, Tensor], expected: dict[str, Te
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
 
 
-def to_meta(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def to_meta(state, model):
     """Our tensors in Meta's row order: rows 2i and 2i + 1 of a head are our i and i + D/2."""
     width = model.head_width
     order = [row for i in range(width // 2) for row in (i, i + width // 2)]
@@ -58,9 +54,7 @@ def to_meta(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     }
 
 
-def consolidated(
-    weights: dict[str, Tensor], files: int, by_rows: bool = True
-) -> list[dict[str, Tensor]]:
+def consolidated(weights, files, by_rows=True):
     """Shards of Meta's model-parallel ranks: rows of some weights, columns of others, and complete norms.
 
     Args:
@@ -80,9 +74,7 @@ def consolidated(
     return shards
 
 
-def save_meta(
-    folder: Path, shards: list[dict[str, Tensor]], params: dict[str, Any] | None = None
-) -> None:
+def save_meta(folder, shards, params=None):
     """Write a folder as Meta publishes it."""
     folder.mkdir()
     for i, shard in enumerate(shards):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
-def assert_equal(found: Any, expected: Any, note: str = "") -> None:
+def assert_equal(found, expected, note=""):
     """Fail with the tensor's name, the number of different elements and the largest difference.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
-def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+def fake_process_group(rank, world_size):
     """Make this process a rank of a fake process group."""
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

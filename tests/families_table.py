@@ -16,7 +16,6 @@ import torch
 import yaml
 from held import Held
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from harness.config.fields import from_dict, with_value
 from harness.config.model import (
@@ -44,13 +43,13 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
 SEQ_LEN = 48  # longer than the windows and chunks of the rows
 
 
-def shipped(name: str) -> ModelConfig:
+def shipped(name):
     """A model of conf/model."""
     content = OmegaConf.to_container(OmegaConf.load(MODELS / f"{name}.yaml"))
     return set_fields(from_dict(ModelConfig, with_types(content, ModelConfig)))
 
 
-def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:
+def set_fields(model, **fields):
     """The model with other values of some fields (``moe__top_k=2``), resolved and validated."""
     for field, value in fields.items():
         model = with_value(model, field.replace("__", "."), value)
@@ -58,7 +57,7 @@ def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:
     return config
 
 
-def changed(name: str, **fields: Any) -> ModelConfig:
+def changed(name, **fields):
     """A model of conf/model with other values, without the auxiliary loss, which is not compared."""
     return set_fields(shipped(name), moe__aux_loss_coeff=0.0, **fields)
 
@@ -129,7 +128,7 @@ llama4_all_experts:
 CASES = LLAMAS | {name: changed(model, **fields) for name, (model, fields) in CHANGED.items()}
 
 
-def random_model(config: ModelConfig, seq_len: int = SEQ_LEN) -> Decoder:
+def random_model(config, seq_len=SEQ_LEN):
     """A decoder in float32; its weights, also biases and sinks, are far from their initial values.
 
     Norms of one and logits near zero would hide mistakes.
@@ -150,13 +149,13 @@ def random_model(config: ModelConfig, seq_len: int = SEQ_LEN) -> Decoder:
     return model
 
 
-def tensors_of(model: Decoder) -> dict[str, Tensor]:
+def tensors_of(model):
     """The decoder's tensors in the order of checkpoints, without a tied output projection."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     return {name: state[name] for name in tensor_shapes(model.config)}
 
 
-def to_transformers(model: Decoder, folder: Path) -> Any:
+def to_transformers(model, folder):
     """transformers' model with the decoder's weights, in float32, loaded from the files that we write."""
     import transformers
 
@@ -168,7 +167,7 @@ def to_transformers(model: Decoder, folder: Path) -> Any:
     return loaded.eval()
 
 
-def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
+def batch(config):
     """Random tokens and labels, [2, SEQ_LEN]."""
     tokens = torch.randint(
         config.vocab_size, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1)
@@ -176,7 +175,7 @@ def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = 1e-5, name: str = "tensor") -> None:
+def close(a, b, tolerance=1e-5, name="tensor"):
     """Fail if the largest difference, relative to the largest value of ``b``, is above a tolerance."""
     assert a.shape == b.shape, f"{name}: {tuple(a.shape)} against {tuple(b.shape)}"
     difference, largest = (a - b).abs().max().item(), b.abs().max().item()
@@ -197,7 +196,7 @@ CHOICES: dict[str, Iterable[str]] = {
 }
 
 
-def with_another(config: ModelConfig, field: str) -> ModelConfig:
+def with_another(config, field):
     """The model with another value of one field, such as ``attention.sinks``; it may be invalid."""
     before = functools.reduce(getattr, field.split("."), config)
     value: object

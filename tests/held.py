@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from harness.weights.source import TensorFacts
 
 
 class Held:
     """A source in memory that records which tensors were read, in order."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors):
         self.held = tensors
         self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
         self.reads: list[str] = []
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name):
         self.reads.append(name)
         return self.held[name]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,17 +41,17 @@ class Run(NamedTuple):
     job: Job
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self):
         """Rows of metrics.jsonl."""
         return read_metrics(self.folder.path / "metrics.jsonl")
 
 
-def tiny(*overrides: str) -> Job:
+def tiny(*overrides):
     """Compose a job of the smallest model, on synthetic data and the CPU."""
     return compose_job([*TINY, *overrides])
 
 
-def train(runs_dir: Path, *overrides: str, adopt: bool = False) -> Run:
+def train(runs_dir, *overrides, adopt=False):
     """Train one block of a ``tiny`` job as the command of a single rank does."""
     job = tiny("model.n_layers=1", *overrides, f"runs_dir={runs_dir}")
     folder = RunFolder(job.run_dir)
@@ -78,7 +77,7 @@ class Trained(NamedTuple):
     state: dict[str, dict[str, Tensor]]
 
 
-def train_engine(job: Job, steps: int) -> Trained:
+def train_engine(job, steps):
     """Train on this rank without a run folder, and gather weights and optimizer state."""
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
@@ -97,24 +96,24 @@ def train_engine(job: Job, steps: int) -> Trained:
     return Trained(losses, norms, weights, state)
 
 
-def batches_of(job: Job, rows: range, split: str = "train") -> Any:
+def batches_of(job, rows, split="train"):
     """The loader of a job for some rows of the global batch."""
     return loader_of(job, build_tokenizer(job.tokenizer), rows, split)
 
 
-def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
+def random_batch(rows, length, seed=0):
     """Random bytes, and as labels those that follow."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 256, (rows, length + 1), generator=generator)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor):
     """Return a copy of a tensor, gathered if it is sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def plain_losses(job: Job, batch: Batch) -> Tensor:
+def plain_losses(job, batch):
     """Return the losses of all tokens from one plain forward pass of the initial model."""
     model = Decoder(job.model, job.training.seq_len)
     materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))

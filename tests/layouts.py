@@ -9,13 +9,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from harness.compose.paths import conf_dir
-from harness.config.job import Job
-from harness.launch.pool import RankPool
 from harness.tools.parity import parity
 from harness.tools.parity.parity import (
     ParityConfig,
     Trace,
-    Verdict,
     compare,
     compose_layouts,
     single_process,
@@ -33,13 +30,13 @@ _references: dict[tuple[str, int], Trace] = {}
 
 
 @cache
-def layout(name: str, *overrides: str) -> Job:
+def layout(name, *overrides):
     """Compose a row of ``MATRIX`` or ``EXPERT_MATRIX``."""
     config = ParityConfig(matrix=MATRIX | EXPERT_MATRIX, layouts=[name])
     return compose_layouts(config, list(overrides))[name]
 
 
-def reference(pool: RankPool, job: Job, steps: int = STEPS) -> Trace:
+def reference(pool, job, steps=STEPS):
     """Trace the job on one process, once for equal numerics."""
     key = (job.numerics_id, steps)
     if key not in _references:
@@ -48,26 +45,26 @@ def reference(pool: RankPool, job: Job, steps: int = STEPS) -> Trace:
 
 
 def verdict_of(
-    pool: RankPool,
-    name: str,
-    job: Job,
+    pool,
+    name,
+    job,
     *,
-    steps: int = STEPS,
-    tolerances: tuple[float, float] = TOLERANCES,
-    run: Any = trace,
-) -> Verdict:
+    steps=STEPS,
+    tolerances=TOLERANCES,
+    run=trace,
+):
     """Compare a layout, traced by ``run``, with one process."""
     with tempfile.TemporaryDirectory() as folder:
         traces = pool.run(job.world_size, run, job.to_json(), steps, folder)
     return compare(name, job.world_size, reference(pool, job, steps), traces, tolerances)
 
 
-def require_parity(pool: RankPool, name: str, job: Job, **options: Any) -> None:
+def require_parity(pool, name, job, **options):
     """Fail unless a layout agrees with one process; options are those of ``verdict_of``."""
     require_agreement(verdict_of(pool, name, job, **options))
 
 
-def require_agreement(verdict: Verdict, note: str = "") -> None:
+def require_agreement(verdict, note=""):
     """Fail with the layout, the parameter whose gradient differs most, and all relative differences."""
     assert verdict.passed, (
         f"{verdict.layout} on {verdict.ranks} ranks differs from one process; relative differences: "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import pytest
 
 
@@ -13,15 +11,13 @@ class one_line:
     A class, because the frame of a generator would keep the error, and what its frames hold open, alive.
     """
 
-    def __init__(self, error: type[Exception], match: str) -> None:
+    def __init__(self, error, match):
         self.raises = pytest.raises(error, match=match)
 
-    def __enter__(self) -> pytest.ExceptionInfo[Exception]:
+    def __enter__(self):
         return self.raises.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType
-    ) -> bool:
+    def __exit__(self, kind, error, trace):
         expected = self.raises.__exit__(kind, error, trace)
         assert "\n" not in str(error)
         return expected

@@ -29,9 +29,7 @@ print("peak", peak() - before)
 """
 
 
-def bytes_of_converting(
-    small: Path, large: Path, out: Path, target: str, small_layers: int, model: list[str]
-) -> int:
+def bytes_of_converting(small, large, out, target, small_layers, model):
     """Return by how many bytes the peak of a process rises when it converts ``large`` after ``small``.
 
     Args:

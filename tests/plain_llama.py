@@ -12,17 +12,17 @@ Weights = Mapping[str, Tensor]
 """Tensors by our names."""
 
 
-def frequencies(theta: float, width: int) -> Tensor:
+def frequencies(theta, width):
     """Radians per position of each pair of a head [width / 2]."""
     return theta ** (-torch.arange(0, width, 2) / width)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+def norm(x, weight, eps=1e-5):
     """Divide by the root of the mean square of the last dimension."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def rotated(x: Tensor, turn: Tensor, *, interleaved: bool) -> Tensor:
+def rotated(x, turn, *, interleaved):
     """Rotate pairs: neighbours, as Meta does, or value i of the first half with value i of the second."""
     if interleaved:
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -32,14 +32,14 @@ def rotated(x: Tensor, turn: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def block(
-    w: Weights,
-    name: str,
-    x: Tensor,
-    of_pairs: Tensor,
+    w,
+    name,
+    x,
+    of_pairs,
     *,
-    scale: float | None = None,
-    interleaved: bool = False,
-) -> Tensor:
+    scale=None,
+    interleaved=False,
+):
     """The block of this name, of any numbers of heads.
 
     Args:
@@ -69,7 +69,7 @@ def block(
     return x + (F.silu(h @ w1.T) * (h @ w3.T)) @ w2.T
 
 
-def hidden(w: Weights, tokens: Tensor, layers: int, of_pairs: Tensor, **options: object) -> Tensor:
+def hidden(w, tokens, layers, of_pairs, **options):
     """The stream after all blocks [B, T, C]; options are those of ``block``."""
     x = w["tok_embeddings.weight"][tokens]
     for layer in range(layers):
@@ -77,7 +77,7 @@ def hidden(w: Weights, tokens: Tensor, layers: int, of_pairs: Tensor, **options:
     return x
 
 
-def logits(w: Weights, tokens: Tensor, layers: int, of_pairs: Tensor, **options: object) -> Tensor:
+def logits(w, tokens, layers, of_pairs, **options):
     """Logits [B, T, V], by the table if there is no output projection; options are those of ``block``."""
     stream = norm(hidden(w, tokens, layers, of_pairs, **options), w["norm.weight"])
     return stream @ w.get("output.weight", w["tok_embeddings.weight"]).T

@@ -6,7 +6,6 @@ import shlex
 from dataclasses import fields
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 
 H100 = "cluster=slurm_h100 precision=bf16 data=synthetic tokenizer=bytes"
@@ -14,7 +13,7 @@ LLAMA_8B = f"{H100} model=llama3_8b"
 LAYOUT = {field.name for field in fields(ParallelismConfig)}
 
 
-def job_of(line: str) -> Job:
+def job_of(line):
     """Compose a job: ``dp_shard=8`` is ``parallelism.dp_shard=8``."""
     words = shlex.split(line)
     return compose_job(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Replicate
 
@@ -37,7 +37,7 @@ from harness.train.engine import Engine
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
-def run_planted(plant: Plant, function: Callable[..., Any], *arguments: Any) -> Any:
+def run_planted(plant, function, *arguments):
     with plant():
         return function(*arguments)
 
@@ -45,15 +45,15 @@ def run_planted(plant: Plant, function: Callable[..., Any], *arguments: Any) -> 
 class PlantedPool(RankPool):
     """The ranks of another pool, on which jobs of several ranks run with an error."""
 
-    def __init__(self, pool: RankPool, plant: Plant) -> None:
+    def __init__(self, pool, plant):
         self.pool, self.plant = pool, plant
 
-    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, ranks, function, *arguments):
         planted = (run_planted, self.plant, function) if ranks > 1 else (function,)
         return self.pool.run(ranks, *planted, *arguments)
 
 
-def denominator_of_own_tokens() -> AbstractContextManager[Any]:
+def denominator_of_own_tokens():
     """Every rank divides by its own number of tokens: a mean of means."""
     original = Engine.gradients
 
@@ -71,7 +71,7 @@ def denominator_of_own_tokens() -> AbstractContextManager[Any]:
     return patch.object(Engine, "gradients", gradients)
 
 
-def denominator_of_own_positions() -> AbstractContextManager[Any]:
+def denominator_of_own_positions():
     """Every context-parallel rank divides by the tokens of its positions."""
     original = loss.TokenLoss.__call__
 
@@ -82,7 +82,7 @@ def denominator_of_own_positions() -> AbstractContextManager[Any]:
     return patch.object(loss.TokenLoss, "__call__", call)
 
 
-def further_loss_by_own_tokens() -> AbstractContextManager[Any]:
+def further_loss_by_own_tokens():
     """The loss of multi-token prediction is a mean over each rank's tokens, and the mean of these."""
     original = execute.DirectExecutor._losses
 
@@ -96,7 +96,7 @@ def further_loss_by_own_tokens() -> AbstractContextManager[Any]:
     return patch.object(execute.DirectExecutor, "_losses", losses)
 
 
-def microbatches_average() -> AbstractContextManager[Any]:
+def microbatches_average():
     """The pipeline divides gradients by its microbatches, as is torch's default."""
     original = schedules._PipelineSchedule.__init__
 
@@ -107,7 +107,7 @@ def microbatches_average() -> AbstractContextManager[Any]:
     return patch.object(schedules._PipelineSchedule, "__init__", init)
 
 
-def gradients_average() -> AbstractContextManager[Any]:
+def gradients_average():
     """FSDP divides gradients by the data-parallel ranks, as is its default."""
     original = fsdp.FSDPModule.set_gradient_divide_factor
     return patch.object(
@@ -115,7 +115,7 @@ def gradients_average() -> AbstractContextManager[Any]:
     )
 
 
-def gradients_of_experts_double() -> AbstractContextManager[Any]:
+def gradients_of_experts_double():
     """Gradients of experts are divided by fewer ranks than those of the other parameters."""
     original = fsdp.FSDPModule.set_gradient_divide_factor
 
@@ -125,7 +125,7 @@ def gradients_of_experts_double() -> AbstractContextManager[Any]:
     return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", set_factor)
 
 
-def norm_of_own_stage() -> AbstractContextManager[Any]:
+def norm_of_own_stage():
     """Every rank clips by the norm of its own parameters."""
     original = Engine.world_total
 
@@ -138,17 +138,17 @@ def norm_of_own_stage() -> AbstractContextManager[Any]:
     return patch.object(Engine, "world_total", world_total)
 
 
-def norm_without_sinks() -> AbstractContextManager[Any]:
+def norm_without_sinks():
     """The norm has the sinks of the first tensor-parallel rank's heads only."""
     return _norm_of_first_rank("attention.sinks")
 
 
-def norm_without_experts() -> AbstractContextManager[Any]:
+def norm_without_experts():
     """The norm has the experts of the first tensor-parallel rank only."""
     return _norm_of_first_rank("moe.experts.")
 
 
-def _norm_of_first_rank(names: str) -> AbstractContextManager[Any]:
+def _norm_of_first_rank(names):
     original = Engine._squares
 
     def squares(self):
@@ -161,7 +161,7 @@ def _norm_of_first_rank(names: str) -> AbstractContextManager[Any]:
     return patch.object(Engine, "_squares", squares)
 
 
-def initialised_by_shard() -> AbstractContextManager[Any]:
+def initialised_by_shard():
     """Every rank initializes its shard by itself, instead of taking its part of the full tensor."""
     original = materialize.local_ranges
     return patch.object(
@@ -169,7 +169,7 @@ def initialised_by_shard() -> AbstractContextManager[Any]:
     )
 
 
-def named_by_stage() -> AbstractContextManager[Any]:
+def named_by_stage():
     """A pipeline stage numbers its layers from 0, and takes the weights of these."""
     original, draw = parallelize.materialize, materialize.draw
 
@@ -187,7 +187,7 @@ def named_by_stage() -> AbstractContextManager[Any]:
     return patch.object(parallelize, "materialize", materialize_part)
 
 
-def own_positions_from_zero() -> AbstractContextManager[Any]:
+def own_positions_from_zero():
     """Every context-parallel rank counts positions from 0 in its own share."""
     original = Decoder.set_length
     return patch.object(
@@ -198,7 +198,7 @@ def own_positions_from_zero() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def one_share_in_order() -> Iterator[None]:
+def one_share_in_order():
     """Ranks take their shares in order, although the ring pairs head and tail chunks."""
 
     def in_order(layout, seq_len, rank):
@@ -211,12 +211,12 @@ def one_share_in_order() -> Iterator[None]:
         yield
 
 
-def tokens_of_every_context_rank() -> AbstractContextManager[Any]:
+def tokens_of_every_context_rank():
     """Ranks that share a sequence all count its tokens."""
     return patch.object(Engine, "counts_tokens", Engine.has_loss)
 
 
-def loss_of_one_context_rank() -> AbstractContextManager[Any]:
+def loss_of_one_context_rank():
     """The reported loss is that of one share of the sequence."""
     original = Engine.world_total
 
@@ -228,7 +228,7 @@ def loss_of_one_context_rank() -> AbstractContextManager[Any]:
     return patch.object(Engine, "world_total", world_total)
 
 
-def normalizer_of_own_vocabulary() -> AbstractContextManager[Any]:
+def normalizer_of_own_vocabulary():
     """The loss takes each rank's part of the vocabulary for all of it."""
     original = loss._cross_entropy
     return patch.object(
@@ -238,7 +238,7 @@ def normalizer_of_own_vocabulary() -> AbstractContextManager[Any]:
     )
 
 
-def gathered_logits_as_shards() -> AbstractContextManager[Any]:
+def gathered_logits_as_shards():
     """Every rank has all logits, and the loss takes them for shards."""
     original = loss.build_loss
 
@@ -250,18 +250,18 @@ def gathered_logits_as_shards() -> AbstractContextManager[Any]:
     return patch.object(loss, "build_loss", build)
 
 
-def gathered_over_the_wrong_axis() -> AbstractContextManager[Any]:
+def gathered_over_the_wrong_axis():
     """Sequences are gathered from replicas, and not from the ranks that split them."""
     return _gathering_wrongly(lambda: True)
 
 
-def recomputed_over_the_wrong_axis() -> AbstractContextManager[Any]:
+def recomputed_over_the_wrong_axis():
     """Only recomputation gathers sequences from replicas."""
     return _gathering_wrongly(lambda: torch._C._current_graph_task_id() != -1)
 
 
-def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
-    def apply(self, module, mesh: DeviceMesh):
+def _gathering_wrongly(now):
+    def apply(self, module, mesh):
         other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "own"))["other"]
 
         def gather(_module, inputs):
@@ -280,7 +280,7 @@ def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
     return patch.object(tensor_styles.RegionParallel, "_apply", apply)
 
 
-def head_norms_not_summed() -> AbstractContextManager[Any]:
+def head_norms_not_summed():
     """Every rank keeps the gradient that its own heads give the norm of queries and keys."""
     original = tensor_styles.Plain._apply
 
@@ -293,7 +293,7 @@ def head_norms_not_summed() -> AbstractContextManager[Any]:
     return patch.object(tensor_styles.Plain, "_apply", apply)
 
 
-def router_gradients_not_summed() -> AbstractContextManager[Any]:
+def router_gradients_not_summed():
     """Every tensor-parallel rank keeps the gradient that its own tokens give the router."""
     original = expert._replicate_router
 
@@ -304,7 +304,7 @@ def router_gradients_not_summed() -> AbstractContextManager[Any]:
     return patch.object(expert, "_replicate_router", replicate)
 
 
-def auxiliary_loss_of_own_tokens() -> AbstractContextManager[Any]:
+def auxiliary_loss_of_own_tokens():
     """The auxiliary loss mixes loads of the full sequence with the number of this rank's tokens."""
     original = parallelize.apply_expert_parallel
 
@@ -316,7 +316,7 @@ def auxiliary_loss_of_own_tokens() -> AbstractContextManager[Any]:
     return patch.object(parallelize, "apply_expert_parallel", apply)
 
 
-def loads_not_summed() -> AbstractContextManager[Any]:
+def loads_not_summed():
     """Biases of experts follow the loads of this rank's tokens."""
     original = Balance.update_biases
 
@@ -327,7 +327,7 @@ def loads_not_summed() -> AbstractContextManager[Any]:
     return patch.object(Balance, "update_biases", update)
 
 
-def clipped_by_own_norm() -> AbstractContextManager[Any]:
+def clipped_by_own_norm():
     """Every rank clips by the norm of its own shards; the norm that it reports is right."""
     original = engine.clip_gradients
 
@@ -338,7 +338,7 @@ def clipped_by_own_norm() -> AbstractContextManager[Any]:
     return patch.object(engine, "clip_gradients", clip)
 
 
-def unclipped_stage() -> AbstractContextManager[Any]:
+def unclipped_stage():
     """The first pipeline rank does not clip."""
     original = engine.clip_gradients
 
@@ -349,7 +349,7 @@ def unclipped_stage() -> AbstractContextManager[Any]:
     return patch.object(engine, "clip_gradients", clip)
 
 
-def average_of_earlier_weights() -> AbstractContextManager[Any]:
+def average_of_earlier_weights():
     """The average takes the weights of before the update."""
     original = Engine.update
 
@@ -366,7 +366,7 @@ def average_of_earlier_weights() -> AbstractContextManager[Any]:
     return patch.object(Engine, "update", update)
 
 
-def validation_too_large() -> AbstractContextManager[Any]:
+def validation_too_large():
     """The loss of validation is one percent too large."""
     original = Engine.evaluate
 
@@ -376,7 +376,7 @@ def validation_too_large() -> AbstractContextManager[Any]:
     return patch.object(Engine, "evaluate", evaluate)
 
 
-def loads_of_copies() -> AbstractContextManager[Any]:
+def loads_of_copies():
     """Loads count the tokens of every tensor-parallel rank."""
     original = Balance.update_biases
 
@@ -387,7 +387,7 @@ def loads_of_copies() -> AbstractContextManager[Any]:
     return patch.object(Balance, "update_biases", update)
 
 
-def counted_from_the_resume() -> AbstractContextManager[Any]:
+def counted_from_the_resume():
     """A resume does not load how many steps the optimizer has counted."""
     original = load.tensors_to_load
 
@@ -398,24 +398,24 @@ def counted_from_the_resume() -> AbstractContextManager[Any]:
     return patch.object(load, "tensors_to_load", wanted)
 
 
-def auxiliary_loss_of_own_counts() -> AbstractContextManager[Any]:
+def auxiliary_loss_of_own_counts():
     """The auxiliary loss has the loads of this rank's part of a sequence."""
     return patch.object(expert, "_summed", lambda _groups, counts: counts)
 
 
-def biases_of_every_rank() -> AbstractContextManager[Any]:
+def biases_of_every_rank():
     """Every rank adds the bias of a product whose parts are then summed."""
     return patch.object(
         Experts, "output_shares", property(lambda _: 1, lambda *_: None), create=True
     )
 
 
-def rows_by_rank() -> AbstractContextManager[Any]:
+def rows_by_rank():
     """Rows that experts receive stay ordered by rank, and not by expert."""
     return patch.object(expert, "transposed", lambda x_SC, _lengths: x_SC)
 
 
-def router_gradients_too_large() -> AbstractContextManager[Any]:
+def router_gradients_too_large():
     """A tenth too large: less than other choices of experts change them, which rounding causes."""
     original = Router.forward
 
@@ -428,7 +428,7 @@ def router_gradients_too_large() -> AbstractContextManager[Any]:
     return patch.object(Router, "forward", forward)
 
 
-def documents_forgotten() -> AbstractContextManager[Any]:
+def documents_forgotten():
     """The executor loses the documents on its way to the model."""
     original = execute.local_positions_of
     return patch.object(

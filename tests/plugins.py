@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 
-
-def install(
-    folder: Path, name: str, entry_points: dict[str, dict[str, str]], module: str = ""
-) -> None:
+def install(folder, name, entry_points, module=""):
     """Write the distribution ``name`` 1.0 and its module, which has the same name, into a folder of sys.path.
 
     Args:

@@ -6,16 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
 
-def python(
-    *arguments: str, cwd: Path = ROOT, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(*arguments, cwd=ROOT, **environment):
     """Run Python with this checkout, without GPUs and a launcher's variables."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
@@ -31,9 +27,7 @@ PATIENCE = 180.0
 """Seconds after which a test takes what it waits for as hung: a busy machine is many times slower."""
 
 
-def until(
-    condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "a condition"
-) -> Any:
+def until(condition, seconds=PATIENCE, what="a condition"):
     """Wait until a function returns a true value; return the value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -42,7 +36,7 @@ def until(
     return found
 
 
-def is_alive(process: int | str) -> bool:
+def is_alive(process):
     """Whether a process runs, and does not only wait for its parent."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -50,7 +44,7 @@ def is_alive(process: int | str) -> bool:
         return False
 
 
-def workers_of_this_process() -> list[int]:
+def workers_of_this_process():
     """Process ids of its ``Worker``s, which tokenize or read ahead."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +21,7 @@ LINEARS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\
 PACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj")
 
 
-def spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+def spread(scales, shape, block):
     """The scale of each value of a matrix, where blocks share one."""
     grid = scales.float().reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     rows = torch.arange(shape[0]) // block[0]
@@ -32,7 +29,7 @@ def spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
     return grid[rows][:, columns]
 
 
-def to_fp8(weight_OI: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def to_fp8(weight_OI, block):
     """Values in float8_e4m3fn, and for each block the factor that gives the weight back."""
     rows = weight_OI.split(block[0])
     scales = torch.tensor(
@@ -41,7 +38,7 @@ def to_fp8(weight_OI: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return (weight_OI / spread(scales, weight_OI.shape, block)).to(torch.float8_e4m3fn), scales
 
 
-def to_mxfp4(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
+def to_mxfp4(weight_EIO):
     """Blocks [E, O, I/32, 16] with the first value in the low bits, and exponents [E, O, I/32]."""
     groups = weight_EIO.transpose(1, 2).unflatten(-1, (-1, 32))
     exponents = (groups.abs().amax(-1) / LARGEST_E2M1).log2().ceil().clamp(-127, 127)
@@ -50,7 +47,7 @@ def to_mxfp4(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
     return (codes[..., ::2] | codes[..., 1::2] << 4), (exponents + 127).to(torch.uint8)
 
 
-def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+def from_mxfp4(blocks, scales):
     """The weight [E, I, O] in float32."""
     bits = blocks.numpy()
     values = np.stack([E2M1[bits & 15], E2M1[bits >> 4]], axis=-1).reshape(*scales.shape, 32)
@@ -60,7 +57,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     )
 
 
-def rewrite(folder: Path, tensors: Mapping[str, Tensor], quantization: Any) -> None:
+def rewrite(folder, tensors, quantization):
     """Write one file of tensors, and set quantization_config."""
     for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
         file.unlink()
@@ -72,7 +69,7 @@ def rewrite(folder: Path, tensors: Mapping[str, Tensor], quantization: Any) -> N
     )
 
 
-def stored_in(folder: Path) -> dict[str, Tensor]:
+def stored_in(folder):
     """All tensors in a folder's files."""
     return {
         k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
@@ -80,11 +77,11 @@ def stored_in(folder: Path) -> dict[str, Tensor]:
 
 
 def quantize_fp8(
-    folder: Path,
-    block: tuple[int, int],
-    quantization: Any = None,
-    stored_as: Callable[[Tensor], Tensor] = Tensor.float,
-) -> dict[str, Tensor]:
+    folder,
+    block,
+    quantization=None,
+    stored_as=Tensor.float,
+):
     """Quantize the linears in a folder; return all tensors as they must be read, in float32.
 
     Args:
@@ -107,7 +104,7 @@ def quantize_fp8(
     return expected
 
 
-def quantize_mxfp4(folder: Path) -> dict[str, Tensor]:
+def quantize_mxfp4(folder):
     """Quantize GPT-OSS's experts in a folder; return all tensors as they must be read, in float32."""
     stored, expected = {}, {}
     for name, tensor in stored_in(folder).items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,10 +31,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format, *args):
         pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path = self.path.split("?")[0].removeprefix("/api/models").removeprefix("/")
         repo = "/".join(path.split("/")[:2])
         rest = path.removeprefix(repo).removeprefix("/")
@@ -66,18 +65,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def send_content(self, name: str, files: dict[str, bytes]) -> None:
+    def send_content(self, name, files):
         if self.command == "GET":
             self.hub.sent.append(name)
         self.reply(200, files[name], {"X-Repo-Commit": COMMIT, "ETag": f'"{blob_of(files[name])}"'})
 
-    def answer(self, content: object) -> None:
+    def answer(self, content):
         self.reply(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
-    def refuse(self, status: int, code: str, message: str) -> None:
+    def refuse(self, status, code, message):
         self.reply(status, b"{}", {"X-Error-Message": message, "X-Error-Code": code})
 
-    def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def reply(self, status, body, headers):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -87,13 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def blob_of(content: bytes) -> str:
+def blob_of(content):
     """Git's hash of a file (git-scm.com/book, "Git Objects")."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def serving():
     """Serve a hub on a free port."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})

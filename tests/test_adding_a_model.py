@@ -35,7 +35,7 @@ def sources(tmp_path_factory):
     return copy
 
 
-def apply(path: Path, diff: str) -> None:
+def apply(path, diff):
     """Apply one hunk of a unified diff, without its header."""
     lines = diff.splitlines()
     old = "\n".join(line[1:] for line in lines if line[0] in " -")
@@ -45,7 +45,7 @@ def apply(path: Path, diff: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def commands() -> list[str]:
+def commands():
     shown = "".join(
         content for _, language, content in BLOCK.findall(PAGE.read_text()) if language == "console"
     )

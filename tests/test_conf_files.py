@@ -22,7 +22,7 @@ CONF = ROOT / "conf"
 PACKAGE = "# @package _global_"
 
 
-def options(group: str) -> list[str]:
+def options(group):
     """Options of a group; for experiment and sweep only files with the required first line."""
     folder = CONF / group
     files = [
@@ -31,7 +31,7 @@ def options(group: str) -> list[str]:
     return sorted(str(f.relative_to(folder).with_suffix("")) for f in files)
 
 
-def is_global(file: Path) -> bool:
+def is_global(file):
     return file.read_text().startswith(PACKAGE)
 
 
@@ -57,12 +57,12 @@ PICTURES = {
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def splits_experts(option: str) -> bool:
+def splits_experts(option):
     """Whether a layout needs a model with experts."""
     return "ep" in option.split("_")
 
 
-def required_overrides(group: str, option: str) -> list[str]:
+def required_overrides(group, option):
     """Further overrides that an option needs."""
     needed = []
     if group == "data" and option.startswith(("local_", "tokens", "chat")):
@@ -86,7 +86,7 @@ def required_overrides(group: str, option: str) -> list[str]:
     return needed
 
 
-def build_on_meta(job: Job) -> None:
+def build_on_meta(job):
     """Build every pipeline stage of the model on meta, and count its parameters."""
     stages = (
         split_modules(job.parallelism, job.model.n_layers) if job.parallelism.pp > 1 else [None]
@@ -150,7 +150,7 @@ def test_every_option_composes_and_validates(file):
         require_axes_of_the_name(option, job)
 
 
-def require_axes_of_the_name(option: str, job: Job) -> None:
+def require_axes_of_the_name(option, job):
     """A layout has the axes in its name, and every other axis is 1."""
     named = {
         "ddp": "dp_replicate",

@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from declared import JOBS, VERBS
 from jobs import train
 from test_imports import ROOMS
 
-from harness.compose.arguments import JOB_FLAGS, CommandLine
+from harness.compose.arguments import JOB_FLAGS
 from harness.compose.composer import (
     Composer,
     chooses_points,
@@ -66,11 +65,11 @@ class Command:
     output: list[str]
     """The lines below it, where it is shown with its output."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}: {self.line}"
 
 
-def commands_of(page: Path) -> Iterator[Command]:
+def commands_of(page):
     """Yield the commands of fenced blocks, continuation lines joined, comments and prompts removed."""
     section = ""
     text = page.read_text()
@@ -123,7 +122,7 @@ def test_commands(command, monkeypatch, tmp_path):
         assert words[1] in ("-c", "-m", "install"), words
 
 
-def verb_of(words: list[str]) -> list[str]:
+def verb_of(words):
     """The verb of a command line and its arguments; nothing if it runs none."""
     if Path(words[0]).name == "harness":
         return words[1:]
@@ -134,7 +133,7 @@ def verb_of(words: list[str]) -> list[str]:
     return []
 
 
-def _use_shown_files(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def _use_shown_files(command, monkeypatch, folder):
     """For a command with such files, write the YAML that its page shows with a comment
     ``# my_conf/PATH.yaml: ...``, and an empty package."""
     if "my_conf" not in command.line:
@@ -151,7 +150,7 @@ def _use_shown_files(command: Command, monkeypatch: pytest.MonkeyPatch, folder: 
     (folder / "my_package" / "conf").mkdir(parents=True)
 
 
-def _check_harness(command: Command, name: str, words: list[str]) -> None:
+def _check_harness(command, name, words):
     # The weights that a page names do not exist; their model is the default one.
     words = [word for word in words if not word.startswith("checkpoint=")]
     line, schema = VERBS[name].parse(words), VERBS[name].job
@@ -164,7 +163,7 @@ def _check_harness(command: Command, name: str, words: list[str]) -> None:
         _check_job(command, name, schema, line)
 
 
-def _check_job(command: Command, name: str, schema: type, line: CommandLine) -> None:
+def _check_job(command, name, schema, line):
     if command.output and command.output[0].startswith("error: "):
         with pytest.raises(ConfigError) as refused:
             compose_job(line.overrides, config_name=name, schema=schema)
@@ -194,7 +193,7 @@ def test_shown_plans_are_what_the_plan_prints(command, monkeypatch, tmp_path):
         assert line == "..." or line in printed
 
 
-def plan_of(words: list[str]) -> str:
+def plan_of(words):
     """What harness plan prints of a job, or with -m of several."""
     line = VERBS["plan"].parse(words)
     with search_path(line.overrides, "plan", folders=line.config_dir or ()) as overrides:
@@ -206,7 +205,7 @@ def plan_of(words: list[str]) -> str:
 FIRST_HOUR = ROOT / "docs" / "first_hour.md"
 
 
-def runs_of_the_first_hour() -> Iterator[tuple[str, list[str]]]:
+def runs_of_the_first_hour():
     """Yield section and overrides of each run on synthetic data, every layout by itself."""
     for command in commands_of(FIRST_HOUR):
         words = verb_of(shlex.split(command.line))[1:]
@@ -267,7 +266,7 @@ def test_linked_and_named_files_exist(page):
         assert not anchor or anchor in anchors_of(file), link
 
 
-def anchors_of(page: Path) -> set[str]:
+def anchors_of(page):
     """Anchors of a page's headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {
@@ -304,7 +303,7 @@ def reference(tmp_path_factory):
     return folder
 
 
-def rows_of(page: Path) -> list[list[str]]:
+def rows_of(page):
     """Rows of the tables of a page."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
     return [line.strip("| ").split(" | ") for line in lines]

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from jobs import tiny
 from layouts import require_parity, verdict_of
 from planted import PlantedPool, documents_forgotten
-from torch import Tensor
 
-from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
@@ -24,9 +22,7 @@ T = 32
 LENGTHS = [9, 1, 15, 7]
 
 
-def gradients_of(
-    inputs: Tensor, labels: Tensor, documents: Tensor | None
-) -> tuple[float, dict[str, Tensor]]:
+def gradients_of(inputs, labels, documents):
     """Summed loss of a small decoder, and its gradients."""
     model = Decoder(tiny(f"training.seq_len={T}").model, T)
     materialize(model, 0, CPU, CPU)
@@ -87,7 +83,7 @@ LAYOUTS = {
 
 
 @cache
-def layout(name: str, *overrides: str) -> Job:
+def layout(name, *overrides):
     return compose_layouts(ParityConfig(matrix=LAYOUTS, layouts=[name]), list(overrides))[name]
 
 

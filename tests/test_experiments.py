@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ from harness.model.decoder import Decoder
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 
 
-def gpu_row(mode: str, side: str, number: int, rate: float, **more: Any) -> dict[str, Any]:
+def gpu_row(mode, side, number, rate, **more):
     figures = {
         "tokens_per_second": rate,
         "memory_gib": 70.0,
@@ -118,7 +117,7 @@ def test_more_layers_fit_where_less_is_kept():
     assert 0 < fitting["none"] < fitting["selective_op"] < fitting["full"] < 32
 
 
-def has_precision_of(mode: str) -> bool:
+def has_precision_of(mode):
     precision = gpu_cases.Case("tiny", "none", mode).precision
     return (
         precision == "bf16"

@@ -38,7 +38,7 @@ class Installed:
     python: Path
     home: Path
 
-    def succeed(self, *arguments: str, **environment: str) -> str:
+    def succeed(self, *arguments, **environment):
         """Run Python, with the harness of the checkout, to a successful end; return its standard output."""
         kept = {
             name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
@@ -73,7 +73,7 @@ def extras(tmp_path_factory):
     return Installed(interpreter, home)
 
 
-def command(verb: str, word: str = "") -> list[str]:
+def command(verb, word=""):
     """A command of the page, as arguments of Python."""
     [found] = [each for each in COMMANDS if each.startswith(f"harness {verb} ") and word in each]
     return ["-m", *shlex.split(found)]

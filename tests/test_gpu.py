@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from jobs import random_batch
 
 from harness.compose.composer import compose_job
 from harness.config.metrics import ProfilingConfig
-from harness.data.batch import Batch
 from harness.data.loader import Loader
 from harness.data.prefetch import Prefetcher
 from harness.parallelism.materialize import draw
@@ -34,9 +32,7 @@ SMALL = [
 TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2)}
 
 
-def three_steps(
-    device: str, *overrides: str, steps: int = 3
-) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+def three_steps(device, *overrides, steps=3):
     """Losses and whole gradients of steps over the same random tokens."""
     job = compose_job([*SMALL, *overrides, f"cluster.device={device}", "cluster.ranks_per_node=1"])
     set_up_process(job)
@@ -151,19 +147,19 @@ class Tokens(Loader):
 
     samples_per_epoch = None
 
-    def __init__(self, *, has_sources: bool = False) -> None:
+    def __init__(self, *, has_sources=False):
         self.sources = torch.tensor([0, 1, 1, 0]) if has_sources else None
 
-    def next(self) -> Batch:
+    def next(self):
         return random_batch(4, 64)._replace(sources_B=self.sources)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         pass
 
-    def reset(self) -> None:
+    def reset(self):
         pass
 
 

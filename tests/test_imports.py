@@ -10,7 +10,6 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -120,7 +119,7 @@ PRIVATE = [
 ]
 
 
-def private_names(tree: ast.Module) -> Iterator[str]:
+def private_names(tree):
     """Yield the full names of what a file imports from torch and torchao that is private."""
     known = {"torch": "torch"}
     for node in ast.walk(tree):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ def test_there_are_three():
     ]
 
 
-def texts(cell: Any) -> list[Any]:
+def texts(cell):
     """What a cell prints and shows, but pictures."""
     shown = [output.get("data", {"text/plain": output.get("text")}) for output in cell.outputs]
     return [

@@ -59,7 +59,7 @@ def unpacked(tmp_path_factory):
     return folder / "site"
 
 
-def run(unpacked: Path, cwd: Path, code: str) -> subprocess.CompletedProcess[str]:
+def run(unpacked, cwd, code):
     """Runs Python where only the unpacked wheel is to be found, not the checkout."""
     finder = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in "

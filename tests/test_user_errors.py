@@ -36,7 +36,7 @@ class Mistake:
     works: tuple[str, ...] = ()
 
 
-def read_mistakes(text: str) -> list[Mistake]:
+def read_mistakes(text):
     """Read ``mistakes.txt``, whose head describes it."""
     found: list[Mistake] = []
     for line in re.sub(r"<(\d+) (\w+)>", lambda long: int(long[1]) * long[2], text).splitlines():
@@ -62,7 +62,7 @@ JOBS = [each for each in MISTAKES if each not in LINES]
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def message(overrides: list[str]) -> str:
+def message(overrides):
     with pytest.raises(UserError) as caught:
         compose_job(overrides)
     assert caught.value.exit_code == EXIT_USER
@@ -70,7 +70,7 @@ def message(overrides: list[str]) -> str:
     return str(caught.value)
 
 
-def contains_value(error: str, value: str) -> bool:
+def contains_value(error, value):
     """Whether a message contains this value, not only as a part of another one."""
     return re.search(rf"(?<![\w.-]){re.escape(value)}(?![\w.]\w)", error) is not None
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
 import pytest
 
@@ -24,7 +22,7 @@ STARTERS = {
 """Modules, classes and functions that start processes."""
 
 
-def uses(item: pytest.Item) -> list[str]:
+def uses(item):
     """Return the marks of a test: ``pool`` and ``slurm`` by its fixtures, ``process`` by all its code."""
     marks = [name for name in ("pool", "slurm") if name in getattr(item, "fixturenames", ())]
     if not marks and isinstance(item, pytest.Function):
@@ -36,7 +34,7 @@ def uses(item: pytest.Item) -> list[str]:
 
 
 @cache
-def _starts_process(code: tuple[Any, ...]) -> bool:
+def _starts_process(code):
     """Whether functions start processes; the rows of a table have the same."""
     todo = list(code)
     seen: set[int] = set()
@@ -50,7 +48,7 @@ def _starts_process(code: tuple[Any, ...]) -> bool:
     return False
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value):
     """Yield what a function names, or the functions of a class."""
     if isinstance(value, type):
         yield from (inspect.unwrap(getattr(part, "fget", part)) for part in vars(value).values())
@@ -62,7 +60,7 @@ def _parts(value: Any) -> Iterator[Any]:
                 yield from (vars(found)[name] for name in names & vars(found).keys())
 
 
-def _full_name(value: Any) -> str:
+def _full_name(value):
     if isinstance(value, ModuleType):
         return value.__name__
     return (
@@ -70,14 +68,14 @@ def _full_name(value: Any) -> str:
     )
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _names(code):
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value):
     """Whether a function, class or module is code of the tests or experiments."""
     if isinstance(value, FunctionType):
         file = value.__code__.co_filename
@@ -88,5 +86,5 @@ def _is_ours(value: Any) -> bool:
 
 
 @cache
-def _is_in_ours(file: str) -> bool:
+def _is_in_ours(file):
     return any(Path(file).is_relative_to(folder) for folder in OURS)

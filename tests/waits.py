@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,13 +14,11 @@ ON_HOST = "harness.on_host.default"
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, found):
         super().__init__()
         self.found = found
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         if str(operation) == ON_HOST:
             self.found.append(ON_HOST)
@@ -36,13 +32,11 @@ class _Operations(TorchDispatchMode):
 class _Numbers(TorchFunctionMode):
     """Finds tensors made from Python numbers, which dispatch does not show as a copy."""
 
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, found):
         super().__init__()
         self.found = found
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in (torch.tensor, torch.as_tensor) and result.device.type != "cpu":
             self.found.append(f"{function.__name__} on {result.device.type}")
@@ -50,7 +44,7 @@ class _Numbers(TorchFunctionMode):
 
 
 @contextmanager
-def waits() -> Iterator[list[str]]:
+def waits():
     """List the operations for which the host waits, in order. Reading a meta tensor's value raises anyway."""
     found: list[str] = []
     with _Numbers(found), _Operations(found):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from resumable_runs import Outcome, train
+from resumable_runs import train
 
 from harness.config.optimizer import KINDS, Kind
 
@@ -14,12 +13,12 @@ from harness.config.optimizer import KINDS, Kind
 class Counting(torch.optim.Optimizer):
     """Momentum with a rate that grows, as Prodigy's, and counters in three forms."""
 
-    def __init__(self, groups: Any, lr: float) -> None:
+    def __init__(self, groups, lr):
         defaults = {"lr": lr, "betas": (0.9, 0.99, 0.999), "estimate": 0.5, "scale": torch.ones(())}
         super().__init__(groups, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             first, _, _ = group["betas"]
             group["step"] = group.get("step", 0) + 1
@@ -39,7 +38,7 @@ class Hoarding(torch.optim.SGD):
     """SGD that keeps the last gradient, which its Kind does not name."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -51,22 +50,22 @@ class Listing(torch.optim.SGD):
     """SGD that keeps a list in its groups."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
             assert "history" not in group, "a second update"
             group["history"] = [1.0]
 
 
-def counting(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
+def counting(config, groups, _):
     return Counting(groups, config.lr)
 
 
-def hoarding(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
+def hoarding(config, groups, _):
     return Hoarding(groups, config.lr, momentum=0.9)
 
 
-def listing(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
+def listing(config, groups, _):
     return Listing(groups, config.lr, momentum=0.9)
 
 
@@ -81,12 +80,12 @@ OUTSIDE = {
 }
 
 
-def installed() -> Any:
+def installed():
     """Add the optimizers to ``optimizer.kind``, as the entry points of a package do."""
     return patch.dict(KINDS._builtins, OUTSIDE)
 
 
-def train_outside(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome:
+def train_outside(job_json, run_dir, stop_after=None):
     """Train on this rank with the optimizers of this file."""
     with installed():
         return train(job_json, run_dir, stop_after)

@@ -40,7 +40,7 @@ class Outcome:
     facts: dict[str, Any]  # its result row
 
 
-def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome:
+def train(job_json, run_dir, stop_after=None):
     """Train on this rank; request a stop during step ``stop_after``."""
     job, folder = Job.from_json(job_json), RunFolder(Path(run_dir))
     set_up_process(job)
@@ -56,7 +56,7 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     trainer.saver.say = messages.append
     passes: Callable[..., Any] = engine.gradients
 
-    def gradients(batch: Any, *, stop_requested: bool = False, **others: Any) -> Any:
+    def gradients(batch, *, stop_requested=False, **others):
         step = trainer.progress.step + 1
         # Use random numbers, so that the generator's state matters.
         torch.rand(3)
@@ -74,6 +74,6 @@ def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome
     )
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _digest(tensor):
     flat = tensor.detach().reshape(-1).contiguous()
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

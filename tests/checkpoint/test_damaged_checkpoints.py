@@ -32,14 +32,14 @@ OPTIONS = ("model.n_layers=1", "checkpoint.interval=2", "metrics.console=plain")
 class Payload:
     """Creates a folder when unpickled without restriction."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = str(folder / "ran")
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (self.folder,)
 
 
-def forge(step: Path, change: Callable[[Any], None]) -> None:
+def forge(step, change):
     """Change ``.metadata``, with its size and checksum in the manifest."""
     metadata = pickle.loads((step / ".metadata").read_bytes())
     change(metadata)
@@ -52,16 +52,16 @@ def forge(step: Path, change: Callable[[Any], None]) -> None:
     (step / "manifest.json").write_bytes(encode_manifest(manifest))
 
 
-def with_payload(step: Path) -> None:
+def with_payload(step):
     forge(step, lambda metadata: setattr(metadata, "planner_data", Payload(step.parent)))
 
 
-def with_entry(step: Path, content: Any, *index: list[int], as_bytes: bool = False) -> None:
+def with_entry(step, content, *index, as_bytes=False):
     """Put another object in the place of a weight, or declare the weight as a pickled object."""
     torch.save(content, step / "other.distcp")
     place = _StorageInfo("other.distcp", 0, (step / "other.distcp").stat().st_size)
 
-    def change(metadata: Any) -> None:
+    def change(metadata):
         metadata.storage_data[theirs.MetadataIndex("norm.weight", *index)] = place
         if as_bytes:
             metadata.state_dict_metadata["norm.weight"] = theirs.BytesStorageMetadata()
@@ -69,11 +69,11 @@ def with_entry(step: Path, content: Any, *index: list[int], as_bytes: bool = Fal
     forge(step, change)
 
 
-def cut(file: Path) -> None:
+def cut(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-def flip_the_step(step: Path) -> None:
+def flip_the_step(step):
     flip(step / "manifest.json", (step / "manifest.json").read_bytes().index(b'"step": 8') + 8)
 
 
@@ -185,7 +185,7 @@ WHOLE = theirs.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
 INT8 = theirs.TensorProperties(torch.int8)
 
 
-def metadata(**fields: Any) -> theirs.Metadata:
+def metadata(**fields):
     entry = theirs.TensorStorageMetadata(
         theirs.TensorProperties(torch.bfloat16), torch.Size([4]), [WHOLE]
     )
@@ -222,7 +222,7 @@ def test_only_classes_of_metadata_are_made():
             parse_metadata(b"\x80\x02c" + name.encode() + b"\n.")
 
 
-def stored_at(*place: Any) -> theirs.Metadata:
+def stored_at(*place):
     return metadata(storage_data={INDEX: _StorageInfo(*place)})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ NO_OBJECTS = (TOO_DEEP, b"[1]", b"null", b"\xff", b"", b"7")
 JOB = tiny("training.steps=4", "training.seq_len=32", "training.global_batch_size=2")
 
 
-def manifest_of(step: int) -> dict[str, Any]:
+def manifest_of(step):
     return {
         "format": 1,
         "step": step,
@@ -66,7 +66,7 @@ def manifest_of(step: int) -> dict[str, Any]:
     }
 
 
-def write_checkpoint(run_dir: Path, step: int, manifest: bytes) -> Path:
+def write_checkpoint(run_dir, step, manifest):
     folder = run_dir / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".metadata").write_bytes(b"data")
@@ -74,7 +74,7 @@ def write_checkpoint(run_dir: Path, step: int, manifest: bytes) -> Path:
     return folder
 
 
-def look(run_dir: Path) -> None:
+def look(run_dir):
     """Read the run folder like the read-only commands; a damaged file gives at most one line."""
     folder = RunFolder(run_dir)
     error = folder.errors.first()
@@ -117,16 +117,14 @@ FILES = {
 }
 
 
-def paths_of(
-    value: dict[str, Any], depth: int, prefix: tuple[str, ...] = ()
-) -> Iterator[tuple[str, ...]]:
+def paths_of(value, depth, prefix=()):
     for key, inner in value.items():
         yield (*prefix, key)
         if isinstance(inner, dict) and depth > 1:
             yield from paths_of(inner, depth - 1, (*prefix, key))
 
 
-def changes(plain: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def changes(plain, depth):
     """Yield copies of an object with one value removed or replaced."""
     for path in paths_of(plain, depth):
         for what, wrong in WRONG.items():
@@ -141,7 +139,7 @@ def changes(plain: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, 
             yield f"{'.'.join(path)} {what}", changed
 
 
-def write(run_dir: Path, name: str, content: dict[str, Any]) -> None:
+def write(run_dir, name, content):
     (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
     (run_dir / name).write_bytes(dumps(content).encode())
 
@@ -172,7 +170,7 @@ def test_every_key_of_every_file(name, tmp_path):
             assert not is_finished(JOB, tmp_path)
 
 
-def as_a_folder(manifest: Path) -> None:
+def as_a_folder(manifest):
     manifest.unlink()
     manifest.mkdir()
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from jobs import batches_of
 from quantized_files import quantize_fp8, rewrite, stored_in
-from resumable_runs import SMALL, Outcome, train
+from resumable_runs import SMALL, train
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.catalog import open_checkpoint
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.launch.pool import RankFailed, RankPool
+from harness.launch.pool import RankFailed
 from harness.weights.config_json import hf_config
 
 VOCAB = 261  # no degree divides it
@@ -28,18 +25,18 @@ ENDS = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true
 FSDP2 = ("parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=4")
 
 
-def job_of(tmp_path: Path, *overrides: str, source: str = "") -> Job:
+def job_of(tmp_path, *overrides, source=""):
     shape = (f"model.vocab_size={VOCAB}", "model.rope.scaling=none", "training.steps=2")
     path = [f"checkpoint.initial_load_path={tmp_path / source}"] * bool(source)
     is_hf = [f"checkpoint.initial_load_in_hf={str(source == 'hf').lower()}"] * bool(source)
     return compose_job([*SMALL, *shape, f"runs_dir={tmp_path}", *path, *is_hf, *overrides])
 
 
-def run(pool: RankPool, job: Job, run_dir: Path) -> list[Outcome]:
+def run(pool, job, run_dir):
     return pool.run(job.world_size, train, job.to_json(), str(run_dir))
 
 
-def reference_of(job: Job) -> Any:
+def reference_of(job):
     """transformers' model with the job's config; its weights are far from usual initial values."""
     torch.manual_seed(3)
     content = hf_config(job.model, dtype="float32", bos_id=None, eos_id=None)
@@ -52,7 +49,7 @@ def reference_of(job: Job) -> Any:
     return model.eval()
 
 
-def biases_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def biases_of(model):
     return {
         name: bias
         for name, bias in model.named_buffers()
@@ -60,7 +57,7 @@ def biases_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def loss_of(model: torch.nn.Module, job: Job) -> float:
+def loss_of(model, job):
     """transformers' loss of the run's first batch."""
     loader = batches_of(job, range(job.global_batch_size))
     batch = loader.next()
@@ -102,7 +99,7 @@ def test_training_starts_and_ends_in_safetensors(pool, tmp_path, name):
     )
 
 
-def require_same(ended: torch.nn.Module, reference: torch.nn.Module, job: Job) -> None:
+def require_same(ended, reference, job):
     for key, tensor in reference.named_parameters():
         assert torch.equal(ended.get_parameter(key), tensor), key
     # Balancing biases change without a learning rate, by at most two coefficients a step.

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jobs
 import pytest
@@ -187,17 +186,17 @@ def test_failed_saves_by_policy(tmp_path, finished, monkeypatch):
 class Elsewhere(save.Writer):
     """Ranks of other nodes may write to another disk: all listed files must be visible."""
 
-    def finish(self, metadata: Any, results: Any) -> None:
+    def finish(self, metadata, results):
         Path(self.path, "__0_0.distcp").unlink()
         super().finish(metadata, results)
 
 
 class Broken(save.Writer):
-    def finish(self, metadata: Any, results: Any) -> None:
+    def finish(self, metadata, results):
         raise KeyError("a bug")
 
 
-def no_room(*_: Any, **__: Any) -> None:
+def no_room(*_, **__):
     """It happens on one rank; continuing would pair its next save with the others' last."""
     raise MemoryError("no room for the copy")
 

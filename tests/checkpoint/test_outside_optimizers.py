@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from outside_optimizers import installed, train_outside
-from resumable_runs import SMALL, Outcome
+from resumable_runs import SMALL
 
 from harness.compose.composer import compose_job
-from harness.launch.pool import RankFailed, RankPool
+from harness.launch.pool import RankFailed
 
 STEPS = 6
 
 
-def run(pool: RankPool, run_dir: Path, *overrides: str, stop: int | None = None) -> list[Outcome]:
+def run(pool, run_dir, *overrides, stop=None):
     run_dir.mkdir(parents=True, exist_ok=True)
     with installed():
         job = compose_job([*SMALL, f"training.steps={STEPS}", f"runs_dir={run_dir}", *overrides])

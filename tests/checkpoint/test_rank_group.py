@@ -10,7 +10,6 @@ from jobs import tiny
 
 from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.checkpoint.state import RankGroup
-from harness.config.job import Job
 from harness.model.spec import tensor_shapes
 from harness.tools.inference.model import InferenceModel
 from harness.util.errors import UserError
@@ -24,11 +23,11 @@ ERRORS = (
 )
 
 
-def _raise(error: Exception) -> None:
+def _raise(error):
     raise error
 
 
-def fail_on_the_second() -> list[str]:
+def fail_on_the_second():
     """The error that this rank raises for each failure of rank 1."""
     ranks, raised = RankGroup(60), []
     for error in ERRORS:
@@ -51,7 +50,7 @@ def test_an_error_of_one_rank_is_raised_on_all(pool):
     assert second == [*known, "KeyError: 'bug'"]
 
 
-def load(job: Job) -> str:
+def load(job):
     """Load weights whose file rank 1 cannot read; return this rank's error."""
     model = InferenceModel(job, torch.device("cpu"))
     weights = Held({name: torch.zeros(shape) for name, shape in tensor_shapes(job.model).items()})

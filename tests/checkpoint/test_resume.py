@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 from local_runs import Run, start
 from processes import python
-from resumable_runs import SMALL, Outcome, train
+from resumable_runs import SMALL, train
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.training import Sizes
-from harness.launch.pool import RankPool
 from harness.run.folder import RunFolder
 
 STEPS, STOP = 6, 3
 TOLERANCE = 1e-5
 
 
-def job_of(tmp_path: Path, *overrides: str) -> Job:
+def job_of(tmp_path, *overrides):
     return compose_job([*SMALL, f"training.steps={STEPS}", f"runs_dir={tmp_path}", *overrides])
 
 
-def run(pool: RankPool, run_dir: Path, *overrides: str, stop: int | None = None) -> list[Outcome]:
+def run(pool, run_dir, *overrides, stop=None):
     run_dir.mkdir(parents=True, exist_ok=True)
     job = job_of(run_dir, *overrides)
     return pool.run(job.world_size, train, job.to_json(), str(run_dir), stop)

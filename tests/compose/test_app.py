@@ -15,7 +15,7 @@ from harness.compose.verb import Result, Verb
 from harness.util.errors import EXIT_MACHINE, MachineError
 
 
-def work(folder: str, *, fails: bool) -> Result:
+def work(folder, *, fails):
     """Print, start a process that prints, and return a result."""
     sys.stdout.write(f"working in {folder}\n")
     sys.stdout.flush()
@@ -30,9 +30,7 @@ VERB = Verb("work", work, help=HELP, arguments=ARGUMENTS, has_json=True)
 JSON = '{\n  "folder": "here"\n}\n'
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[object, str, str]:
+def run(monkeypatch, capfd, *arguments):
     monkeypatch.setattr(sys, "argv", ["work", *arguments])
     with pytest.raises(SystemExit) as ended:
         VERB.main()

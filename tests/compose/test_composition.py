@@ -35,10 +35,10 @@ FILES = {
 SCHEMAS = {"train": Job, "parity": ParityJob, "own_train": Job}
 
 
-def typed_node(schema: type) -> DictConfig:
+def typed_node(schema):
     """A dataclass as OmegaConf types it, but not inside of mappings of dataclasses and lists of mappings."""
 
-    def unlock(node: DictConfig) -> DictConfig:
+    def unlock(node):
         node._set_flag("readonly", None)
         if dataclasses.is_dataclass(node._metadata.element_type):
             node._metadata.element_type, node._metadata.ref_type = Any, dict[str, Any]
@@ -53,7 +53,7 @@ def typed_node(schema: type) -> DictConfig:
     return unlock(OmegaConf.structured(schema))
 
 
-def by_hydra(primary: str, typed: list[str]) -> Any:
+def by_hydra(primary, typed):
     """What Hydra's own command line would compose, with the folders in use."""
     ConfigStore.instance().store(name="job_schema", node=typed_node(SCHEMAS[primary]))
     folders = [str(path) for path in config_folders().paths]
@@ -181,7 +181,7 @@ def test_functions_of_numbers(axis, seeds):
     assert seeds_of(f"training.seed={axis}") == seeds
 
 
-def seeds_of(axis: str) -> list[int]:
+def seeds_of(axis):
     return [point.job.training.seed for point in compose_points([*COMMON, axis])]
 
 

@@ -12,7 +12,7 @@ from harness.config.fields import leaves
 from harness.config.job import Job
 
 
-def shown(capsys: pytest.CaptureFixture[str], verb: str, *arguments: str) -> str:
+def shown(capsys, verb, *arguments):
     assert VERBS[verb].run_line(["--help", *arguments]) == 0
     return capsys.readouterr().out
 

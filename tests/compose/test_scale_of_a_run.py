@@ -10,7 +10,6 @@ from jobs import tiny
 
 from harness.compose.composer import Composer, compose_job, compose_points
 from harness.compose.scale import count
-from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.model.accounting import account
 
@@ -25,7 +24,7 @@ FAMILIES = (
 BIG = ("data=synthetic", "tokenizer=none", "cluster.device=cpu")
 
 
-def dense_parameters(model: ModelConfig) -> int:
+def dense_parameters(model):
     """Parameters of a Llama without its tables, by the shapes of its matrices."""
     queries, keys = model.n_heads * model.head_width, model.n_kv_heads * model.head_width
     block = 2 * model.dim * (queries + keys) + 3 * model.dim * model.ffn_hidden_dim + 2 * model.dim
@@ -81,7 +80,7 @@ def test_sizes_of_a_family_keep_its_proportions():
     assert abs(model_of_70b(composer).dim / sibling.dim - 1) < 0.1
 
 
-def model_of_70b(composer: Composer) -> ModelConfig:
+def model_of_70b(composer):
     """Resize the 8B model to the size of the 70B one."""
     model: ModelConfig = composer.job([*BIG, "model=llama3_8b", "scale.parameters=68.5B"]).model
     return model
@@ -139,7 +138,7 @@ def test_a_scaled_job_is_the_job_with_its_fields_typed():
     assert by_hand == scaled and by_hand.id == scaled.id
 
 
-def compute(job: Job) -> float:
+def compute(job):
     return account(job.model, job.training.seq_len).flops_per_token_full * job.sizes.tokens(
         job.steps
     )

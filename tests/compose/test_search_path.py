@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ TEXTS = {
 VALID = ["data=synthetic", "tokenizer=none"]
 
 
-def written(folder: Path, texts: dict[str, str]) -> Path:
+def written(folder, texts):
     for name, text in texts.items():
         path = folder / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +150,7 @@ def test_files_that_are_not_used_are_named(own):
         assert shadowed() == ""
 
 
-def ran(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def ran(arguments, monkeypatch):
     """Run a verb in this process; return its job and overrides, or its points."""
     found: list[Any] = []
     monkeypatch.setattr(sys, "argv", ["harness", *arguments])

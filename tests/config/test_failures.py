@@ -77,7 +77,7 @@ def test_a_failed_allocation_is_named():
     assert row["allocation"] == f"{2**62} bytes"
 
 
-def raised_over(inner: BaseException, outer: BaseException, *, explicit: bool) -> BaseException:
+def raised_over(inner, outer, *, explicit):
     """Return ``outer`` as raised from ``inner``, or as raised while ``inner`` was handled."""
     inner, outer = copy.copy(inner), copy.copy(outer)
     try:

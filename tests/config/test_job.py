@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 import os
-from typing import Any
 
 import pytest
 from cases import rows
@@ -35,18 +34,18 @@ BATCH = "training.global_batch_size=16"
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def job(*overrides: str) -> Job:
+def job(*overrides):
     launched = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     return copy.deepcopy(composed(overrides, launched))
 
 
 @functools.cache
-def composed(overrides: tuple[str, ...], launched: tuple[str | None, ...]) -> Job:
+def composed(overrides, launched):
     """Cached, because composing takes 0.1 s and most tests compare with the same job."""
     return compose_job([*TINY, *overrides])
 
 
-def unresolved(**layout: Any) -> Job:
+def unresolved(**layout):
     """A tiny job before resolve, with these fields of layout, training or cluster."""
     made = job().to_dict()
     made["cluster"]["device"] = "auto"

@@ -6,8 +6,6 @@ import fractions
 import re
 import sys
 from dataclasses import dataclass, make_dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from one_line import one_line
@@ -21,7 +19,7 @@ from harness.launch.train import VERB as TRAIN
 from harness.util.errors import ConfigError, UserError
 
 
-def table(expects: str | None = None) -> Registry[Any]:
+def table(expects=None):
     builtins = {"red": "fractions:Fraction.limit_denominator", "one": 1}
     return Registry("colour", builtins, field="paint.colour", expects=expects)
 
@@ -37,7 +35,7 @@ def packages(tmp_path, monkeypatch):
     return tmp_path
 
 
-def provide_blue(packages: Path, name: str, module: str = "") -> None:
+def provide_blue(packages, name, module=""):
     """Install a package that adds the colour blue."""
     sys.modules.pop(name, None)
     install(packages, name, {"harness.colour": {"blue": f"{name}:BLUE"}}, module)
@@ -147,7 +145,7 @@ class Options:
     added: int = numerics(1, id_omits_default=True)
 
 
-def resolved(options: dict[str, Any], schema: type | None = Options) -> dict[str, Any]:
+def resolved(options, schema=Options):
     return resolve_options(options, schema, "paint.options", "paint.colour=blue")
 
 

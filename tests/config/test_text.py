@@ -33,11 +33,11 @@ INJECTED = "x\ntouch F #"
 
 
 @cache
-def composed() -> Job:
+def composed():
     return compose_job(SMALL)
 
 
-def refused(name: str, value: object) -> str:
+def refused(name, value):
     with pytest.raises(ConfigError) as caught:
         resolve(with_value(composed(), name, value), gpus=0)
     assert "\n" not in str(caught.value)
@@ -102,7 +102,7 @@ PREFIXES = (
 )
 
 
-def read_texts(text: str) -> list[tuple[str, object]]:
+def read_texts(text):
     """Read a part of ``secrets.txt``, whose head describes it."""
     found: list[tuple[str, object]] = []
     for mark, secret in (("<SECRET>", SECRET), ("<WORD>", WORD), ("<KEY>", "ABCD" * 4)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
 from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.training import Sizes
 from harness.data.batch import IGNORE_INDEX
 from harness.data.kinds import build_loader
-from harness.data.loader import Loader, merge_states
+from harness.data.loader import merge_states
 from harness.data.samples import Reading
 from harness.data.tokenizer import build_tokenizer
 
@@ -38,9 +37,7 @@ Sample = tuple[list[int], list[int], list[int]]
 """Inputs, labels and document numbers."""
 
 
-def loader(
-    data: DataConfig, rows: range | None = None, *, tokenizer: Any = BYTES, **settings: Any
-) -> Loader:
+def loader(data, rows=None, *, tokenizer=BYTES, **settings):
     data.validate()
     settings = {
         "seq_len": T,
@@ -55,18 +52,18 @@ def loader(
     return build_loader(Reading(data, tokenizer, rows=rows, **settings))
 
 
-def split_rows(ranks: int, batch_size: int = B) -> list[range]:
+def split_rows(ranks, batch_size=B):
     return [
         range(rank * batch_size // ranks, (rank + 1) * batch_size // ranks) for rank in range(ranks)
     ]
 
 
-def ranks_of(data: DataConfig, ranks: int, **settings: Any) -> list[Loader]:
+def ranks_of(data, ranks, **settings):
     rows = split_rows(ranks, settings.get("global_batch_size", B))
     return [loader(data, each, **settings) for each in rows]
 
 
-def steps(loaders: list[Loader], number: int) -> list[list[torch.Tensor]]:
+def steps(loaders, number):
     """Global batches, each inputs, labels, and document numbers and sources where they are."""
     batches = [[each.next() for each in loaders] for _ in range(number)]
     return [
@@ -75,7 +72,7 @@ def steps(loaders: list[Loader], number: int) -> list[list[torch.Tensor]]:
     ]
 
 
-def resumed(before: list[Loader], after: list[Loader]) -> list[Loader]:
+def resumed(before, after):
     """Loaders that continue where those of another number of ranks were."""
     state = json.loads(json.dumps(merge_states([each.state_dict() for each in before])))
     for each in after:
@@ -83,7 +80,7 @@ def resumed(before: list[Loader], after: list[Loader]) -> list[Loader]:
     return after
 
 
-def write_texts() -> list[str]:
+def write_texts():
     """Forty documents of uneven length, one of them longer than many samples."""
     texts = [f"{i:02}" * (1 + i * i % 11) if i != 7 else "long " * 40 for i in range(40)]
     for i, text in enumerate(texts):
@@ -91,14 +88,14 @@ def write_texts() -> list[str]:
     return texts
 
 
-def local(**changed: Any) -> DataConfig:
+def local(**changed):
     write_texts()
     return DataConfig(
         **{"paths": ["*.txt"], "cache_dir": "cache", "attend_across_documents": False, **changed}
     )
 
 
-def streamed(files: int, **changed: Any) -> DataConfig:
+def streamed(files, **changed):
     """120 documents, some empty, one long, in as many files as rows (read by file) or fewer (by example)."""
     texts = [f"<{i:03}>" + "abcdefghij"[i % 10] * (i * i % 23) if i % 6 else "" for i in range(120)]
     texts[50] = "long" * 60
@@ -117,7 +114,7 @@ def streamed(files: int, **changed: Any) -> DataConfig:
     return DataConfig(kind="hub", dataset=str(folder.absolute()), **settings)
 
 
-def mixture(**changed: Any) -> DataConfig:
+def mixture(**changed):
     for name, files in (("web", 30), ("code", 9), ("math", 5)):
         Path(name).mkdir(exist_ok=True)
         for i in range(files):
@@ -127,17 +124,17 @@ def mixture(**changed: Any) -> DataConfig:
     return dataclasses.replace(data, **changed)
 
 
-def with_stream(files: int) -> DataConfig:
+def with_stream(files):
     sources = {"web": DataConfig(paths=["web/*.txt"]), "c4": streamed(files)}
     return mixture(sources=sources, weights={"web": 1.0, "c4": 1.0})
 
 
-def write_jsonl(file: Path | str, texts: list[str], field: str = "text") -> None:
+def write_jsonl(file, texts, field="text"):
     lines = (json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts))
     Path(file).write_text("".join(lines))
 
 
-def permutation(purpose: str, seed: int, number: int, length: int) -> list[int]:
+def permutation(purpose, seed, number, length):
     """The numbers that numpy keeps for all its versions (NEP 19)."""
     digest = hashlib.sha256(f"{purpose}/{seed}/{number}".encode()).digest()
     words = np.random.SeedSequence(int.from_bytes(digest, "little"))
@@ -145,13 +142,11 @@ def permutation(purpose: str, seed: int, number: int, length: int) -> list[int]:
     return order
 
 
-def ids_of(texts: list[str]) -> list[list[int]]:
+def ids_of(texts):
     return [[BOS, *text.encode(), EOS] for text in texts if text]
 
 
-def packed(
-    documents: list[list[int]], seed: int | None = None, *, masks: bool = True
-) -> Iterator[Sample]:
+def packed(documents, seed=None, *, masks=True):
     """Samples without end: documents cut every T tokens, with a seed in another order in every epoch."""
     tokens = [token for each in documents for token in each]
     first = [position == 0 for each in documents for position in range(len(each))]
@@ -164,7 +159,7 @@ def packed(
             yield [tokens[i] for i in at], labels, list(numbers)
 
 
-def scheduled(samples: Iterator[Sample], changes: Any, number: int) -> Iterator[list[torch.Tensor]]:
+def scheduled(samples, changes, number):
     """Steps that read samples from left to right, with sizes that change."""
     batch_sizes, lengths = changes
     read, position = list(islice(samples, number * B)), 0

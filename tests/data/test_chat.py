@@ -28,18 +28,18 @@ from tokenizer_files import (
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
 from harness.data.chat import TEMPLATES, Conversations, ConversationTokenizer, template_of
-from harness.data.tokenizer import Tokenizer, build_tokenizer
+from harness.data.tokenizer import build_tokenizer
 from harness.launch.inputs import require_vocabulary
 from harness.util.errors import DataError
 
 Messages = list[dict[str, Any]]
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text):
     return {"role": "user", "content": text}
 
 
-def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
+def assistant(text, **fields):
     return {"role": "assistant", "content": text, **fields}
 
 
@@ -112,7 +112,7 @@ def ours(folder):
     return build_tokenizer(huggingface(folder / "tokenizer.json"))
 
 
-def chat(**fields: Any) -> DataConfig:
+def chat(**fields):
     common = {
         "kind": "chat",
         "paths": ["*.jsonl"],
@@ -124,15 +124,13 @@ def chat(**fields: Any) -> DataConfig:
     return config
 
 
-def template_file(folder: Path, text: str) -> str:
+def template_file(folder, text):
     path = folder / "template.jinja"
     path.write_text(text)
     return str(path)
 
 
-def encoded(
-    tokenizer: Tokenizer, config: DataConfig, messages: Messages, tools: list[Any] | None = None
-) -> Any:
+def encoded(tokenizer, config, messages, tools=None):
     """The tokens of a conversation, and those that are learned in texts of adjacent ones."""
     both = ConversationTokenizer(tokenizer, template_of(config, tokenizer)).encode(
         json.dumps(["file", messages, tools])
@@ -216,7 +214,7 @@ def test_a_tokenizer_that_changes_text_is_refused(tmp_path):
 # -- where the template is ----
 
 
-def found(folder: Path, **fields: Any) -> Any:
+def found(folder, **fields):
     tokenizer = build_tokenizer(huggingface(folder / "tokenizer.json"))
     return template_of(chat(**fields), tokenizer)
 
@@ -314,7 +312,7 @@ def test_a_generation_prompt_that_begins_to_think(ours, tmp_path):
 # -- files ----
 
 
-def documents(**fields: Any) -> list[Any]:
+def documents(**fields):
     return [json.loads(text)[1:] for text in Conversations(chat(**fields), "train").documents()]
 
 

@@ -23,7 +23,7 @@ T = 96
 SIZES = {"seq_len": T, "seed": 3}
 
 
-def a_conversation(generator: random.Random) -> list[dict[str, str]]:
+def a_conversation(generator):
     turns = generator.randint(1, 3)
     roles = ("user", "assistant") * turns if generator.random() < 0.9 else ("user",)
     texts = ("".join(generator.choices("abcdef ", k=generator.randint(1, 30))) for _ in roles)
@@ -48,14 +48,14 @@ def files(in_temporary_folder):
         Path(f"{name}.jsonl").write_text("\n".join(lines))
 
 
-def tokens_of(messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+def tokens_of(messages):
     """Tokens, and whether the assistant wrote each; test_chat.py has the proof."""
     tokenizer = ConversationTokenizer(BYTES, template_of(CONFIG, BYTES))
     both = tokenizer.encode(json.dumps(["file", messages, None]))
     return [id >> 1 for id in both], [bool(id & 1) for id in both]
 
 
-def packed(config: DataConfig, epochs: int, split: str = "train") -> list[Sample]:
+def packed(config, epochs, split="train"):
     """The rows of some epochs, without the code under test."""
     usable = []
     for number, messages in enumerate(CONVERSATIONS):
@@ -92,7 +92,7 @@ def packed(config: DataConfig, epochs: int, split: str = "train") -> list[Sample
     return [rows[i] for order in orders for i in order]
 
 
-def in_batches(rows: list[Sample]) -> list[list[torch.Tensor]]:
+def in_batches(rows):
     batches = [rows[begin : begin + B] for begin in range(0, len(rows) - B + 1, B)]
     return [[torch.tensor(column) for column in zip(*batch, strict=True)] for batch in batches]
 

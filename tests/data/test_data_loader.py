@@ -39,7 +39,7 @@ from harness.compose.composer import compose_job, compose_points
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
 from harness.data.batch import IGNORE_INDEX, DeviceBatch, count_valid
-from harness.data.loader import Loader, merge_states
+from harness.data.loader import merge_states
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizing import is_held_out
 from harness.launch import train
@@ -220,7 +220,7 @@ def no_thread_left():
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def prefetched(depth: int = 2) -> tuple[Loader, Prefetcher]:
+def prefetched(depth=2):
     inner = loader(SYNTHETIC)
     return inner, Prefetcher(inner, depth, torch.device("cpu"))
 

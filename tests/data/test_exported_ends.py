@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tokenizer_files import write_huggingface as write_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from harness.config.data import DataConfig
-from harness.config.model import ModelConfig
 from harness.weights.generation import Origin
 from harness.weights.huggingface import write_huggingface
 
@@ -35,7 +33,7 @@ SAID: dict[str, Any] = {
 Content = dict[str, Any]
 
 
-def export(folder: Path, origin: Origin, model: ModelConfig = MODEL) -> tuple[Content, Content]:
+def export(folder, origin, model=MODEL):
     """Write a model with the tokenizer of a chat repository; return config.json and the one of generation."""
     file = write_tokenizer(
         folder / "tokenizer", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}

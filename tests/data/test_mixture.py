@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from loaders import (
     CHANGES,
     WEIGHTS,
     B,
-    Sample,
     ids_of,
     loader,
     mixture,
@@ -39,12 +37,12 @@ from harness.util.errors import ConfigError, DataError
 STEPS = 60
 
 
-def shares(weights: dict[str, float]) -> dict[str, Fraction]:
+def shares(weights):
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     return {name: weight / sum(exact.values()) for name, weight in exact.items()}
 
 
-def mixed(count: int) -> Iterator[Sample]:
+def mixed(count):
     """Independent of the harness: sources by Tijdeman's rule, shuffled within every global batch."""
     texts = {name: [file.read_text() for file in sorted(Path(name).iterdir())] for name in WEIGHTS}
     share, streams = (
@@ -54,7 +52,7 @@ def mixed(count: int) -> Iterator[Sample]:
     drawn, slack, block = dict.fromkeys(WEIGHTS, 0), Fraction(1, 2 * len(WEIGHTS) - 2), []
     for n in range(1, count + 1):
 
-        def must_be_drawn(name: str, n: int = n) -> int:
+        def must_be_drawn(name, n=n):
             return next(m for m in range(n, n + 99) if share[name] * m - drawn[name] > 1 - slack)
 
         name = min(
@@ -234,7 +232,7 @@ def test_counts_are_as_close_to_the_shares_as_the_rule_promises(rule):
             assert order.counts(number + 1) == counts
 
 
-def order_of(*rule: tuple[int, dict[str, float]], seed: int = 2) -> SourceOrder:
+def order_of(*rule, seed=2):
     return SourceOrder([(first, shares(weights)) for first, weights in rule], block=B, seed=seed)
 
 

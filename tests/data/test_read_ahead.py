@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from one_line import one_line
 from processes import PATIENCE, is_alive, until, workers_of_this_process
 
 from harness.config.data import DataConfig
-from harness.data.loader import Loader
 from harness.data.prefetch import Prefetcher
 from harness.util.errors import DataError, MachineError
 
@@ -26,18 +24,18 @@ from harness.util.errors import DataError, MachineError
 pytestmark = pytest.mark.process
 
 
-def write(shards: int = 3) -> None:
+def write(shards=3):
     for shard in range(shards):
         write_jsonl(f"{shard}.jsonl", [f"{shard} {i} " * (i % 50) for i in range(300)])
 
 
-def loader_of(rows: range = range(4), **settings: Any) -> Loader:
+def loader_of(rows=range(4), **settings):
     files = sorted(map(str, Path.cwd().glob("*.jsonl")))
     data = DataConfig("hub", dataset="json", data_files=files, streaming=True, **settings)
     return loader(data, rows, seq_len=64, global_batch_size=4)
 
 
-def batches_of(a_loader: Loader, count: int) -> list[torch.Tensor]:
+def batches_of(a_loader, count):
     return [a_loader.next().inputs_BT for _ in range(count)]
 
 

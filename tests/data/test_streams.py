@@ -6,10 +6,8 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from itertools import accumulate, chain, count, cycle, islice
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -20,7 +18,6 @@ from loaders import (
     BYTES,
     CHANGES,
     EOS,
-    Sample,
     T,
     ids_of,
     loader,
@@ -44,21 +41,21 @@ STEPS, BUFFER = 30, 7
 pytestmark = pytest.mark.usefixtures("opened_once")
 
 
-def of_files(*files: str, **settings: Any) -> DataConfig:
+def of_files(*files, **settings):
     """A stream of files in stored order, which the rank itself reads."""
     settings = {"streaming": True, "shuffle": False, "workers": 0, **settings}
     return DataConfig("hub", dataset="json", data_files=list(files), cache_dir="cache", **settings)
 
 
-def table(*files: str, **settings: Any) -> DataConfig:
+def table(*files, **settings):
     return of_files(*files, streaming=False, workers=1, **settings)
 
 
-def shuffled(seed: int | None) -> dict[str, Any]:
+def shuffled(seed):
     return {} if seed is None else {"shuffle": True, "shuffle_buffer": BUFFER}
 
 
-def write(shards: int) -> list[str]:
+def write(shards):
     """Shards of different lengths, with empty documents."""
     files = [f"{shard}.jsonl" for shard in range(shards)]
     for shard, file in enumerate(files):
@@ -66,11 +63,11 @@ def write(shards: int) -> list[str]:
     return files
 
 
-def texts_of(file: str) -> list[str]:
+def texts_of(file):
     return [json.loads(line)["text"] for line in Path(file).read_text().splitlines()]
 
 
-def passes_of(files: list[str], row: int, rows: int, seed: int | None) -> Iterator[list[str]]:
+def passes_of(files, row, rows, seed):
     """The documents of a row in each pass, as docs/howto/data.md says it; with a seed, shuffled."""
     cuts = -(-rows // len(files))
     parts = [texts_of(file)[cut::cuts] for cut in range(cuts) for file in files]
@@ -93,7 +90,7 @@ def passes_of(files: list[str], row: int, rows: int, seed: int | None) -> Iterat
         yield in_order
 
 
-def labelled(tokens: list[int]) -> Sample:
+def labelled(tokens):
     labels = [IGNORE_INDEX if token == BOS else token for token in tokens[1:]]
     return (
         tokens[:-1],
@@ -102,7 +99,7 @@ def labelled(tokens: list[int]) -> Sample:
     )
 
 
-def by_hand(streams: list[Iterator[str]], changes: Any, number: int) -> list[list[torch.Tensor]]:
+def by_hand(streams, changes, number):
     """Steps of rows of these texts: row j of a batch of b rows reads on in stream j * len(streams) / b."""
     batch_sizes, lengths = changes
     rows, tokens = len(streams), []
@@ -148,7 +145,7 @@ def test_rows_are_those_of_another_implementation(shards, rows, changes, seed):
         reading, at = resumed(reading, ranks_of(data, ranks, **settings)), stop
 
 
-def opened_by_the_library(files: list[str]) -> Any:
+def opened_by_the_library(files):
     return datasets.load_dataset("json", data_files=files, split="train", streaming=True)
 
 

@@ -6,8 +6,6 @@ import json
 import pickle
 import re
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 from one_line import one_line
@@ -30,7 +28,7 @@ def file(original, tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-def write_settings(file: Path, **settings: dict[str, Any] | None) -> None:
+def write_settings(file, **settings):
     for name, content in settings.items():
         if content is not None:
             file.with_name(f"{name}.json").write_text(json.dumps(content))

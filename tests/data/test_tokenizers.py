@@ -55,7 +55,7 @@ def pair(request, tmp_path_factory):
     return exported(config_of(request.param, folder), folder, request.param)
 
 
-def random_texts() -> list[str]:
+def random_texts():
     """Short texts of few characters, where merges compete, and of all of Unicode."""
     rng = random.Random(0)
     few = ["".join(rng.choices(rng.choice(ALPHABETS), k=rng.randrange(40))) for _ in range(500)]

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -36,14 +35,14 @@ def without_fsync(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)  # for thousands of small units
 
 
-def texts(number: int) -> list[str]:
+def texts(number):
     chosen = random.Random(number)
     return [
         "".join(chosen.choices("ab é\n\u2603", k=chosen.choice([0, 5, 60]))) for _ in range(number)
     ]
 
 
-def write_corpus() -> list[str]:
+def write_corpus():
     """Write files of all formats; return their documents in the order of the sorted paths."""
     lines = [
         json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts(120))
@@ -59,9 +58,7 @@ def write_corpus() -> list[str]:
     return [*texts(120), *texts(30), *texts(70), "", texts(300)[-1] * 20]
 
 
-def expected(
-    documents: list[str], config: TokenizerConfig
-) -> dict[str, tuple[list[int], list[int]]]:
+def expected(documents, config):
     """Tokens and starts of each split, by a plain loop."""
     tokenizer = build_tokenizer(config)
     found: dict[str, tuple[list[int], list[int]]] = {"train": ([], []), "validation": ([], [])}
@@ -73,9 +70,7 @@ def expected(
     return found
 
 
-def tokenized(
-    config: TokenizerConfig = PLAIN, **settings: Any
-) -> dict[str, tuple[list[int], list[int]]]:
+def tokenized(config=PLAIN, **settings):
     read = {"paths": ["*.*"], "cache_dir": "cache", **settings}
     source = LocalFiles(DataConfig(**read), "train")
     common = {"held_out": HELD_OUT, "wait_for_all": None, "is_builder": True}

@@ -44,7 +44,7 @@ KINDS = ["bytes", *PIECES, *SETS, "huggingface"]
 
 
 @cache
-def sources(number: int) -> list[str]:
+def sources(number):
     """Short files from all parts of the standard library."""
     files = (file for file in sorted(STDLIB.glob("**/*.py")) if "site-packages" not in file.parts)
     short = [file for file in files if 500 < file.stat().st_size < 30_000]
@@ -53,17 +53,17 @@ def sources(number: int) -> list[str]:
 
 
 def write_tiktoken(
-    file: Path,
-    merges: list[bytes] | tuple[bytes, ...] = (b"th", b"the", b"  ", b"\n\n", b"xx", b"xxxx"),
-    special: str = "llama3",
-) -> TokenizerConfig:
+    file,
+    merges=(b"th", b"the", b"  ", b"\n\n", b"xx", b"xxxx"),
+    special="llama3",
+):
     tokens = [bytes([byte]) for byte in range(256)] + list(merges)
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
     file.write_bytes(b"\n".join(lines) + b"\n")
     return TokenizerConfig("tiktoken", str(file), special)
 
 
-def write_sentencepiece(file: Path, *, files: int = 50, **options: object) -> TokenizerConfig:
+def write_sentencepiece(file, *, files=50, **options):
     """Write a model of 1,000 pieces of source code, by default with the options of Llama 2's."""
     model = io.BytesIO()
     like_llama2 = {
@@ -86,7 +86,7 @@ def write_sentencepiece(file: Path, *, files: int = 50, **options: object) -> To
 
 
 @cache
-def merges_of_source_code() -> list[bytes]:
+def merges_of_source_code():
     """The multi-byte pieces of a sentencepiece model, in order, as merges of a tiktoken file."""
     with TemporaryDirectory() as folder:
         config = write_sentencepiece(
@@ -99,7 +99,7 @@ def merges_of_source_code() -> list[bytes]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def write_huggingface(folder: Path, config: dict[str, Any] | None, *, pads: bool = True) -> Path:
+def write_huggingface(folder, config, *, pads=True):
     """Write a byte-level BPE of 1,000 tokens like Qwen's, with three special tokens and one added token.
 
     ``pads``: with the truncation and padding that some publishers leave enabled in the file.
@@ -123,13 +123,13 @@ def write_huggingface(folder: Path, config: dict[str, Any] | None, *, pads: bool
     return folder / "tokenizer.json"
 
 
-def huggingface(file: Path, **fields: str | None) -> TokenizerConfig:
+def huggingface(file, **fields):
     config = TokenizerConfig("huggingface", str(file), **fields)
     config.validate()
     return config
 
 
-def config_of(kind: str, folder: Path) -> TokenizerConfig:
+def config_of(kind, folder):
     if kind in SETS:
         return write_tiktoken(folder / "ranks", merges_of_source_code(), kind)
     if kind == "huggingface":
@@ -151,7 +151,7 @@ class Pair(NamedTuple):
     kind: str = ""
 
 
-def exported(config: TokenizerConfig, folder: Path, kind: str = "") -> Pair:
+def exported(config, folder, kind=""):
     export_tokenizer(config, folder / "exported")
     theirs = transformers.AutoTokenizer.from_pretrained(folder / "exported")
     return Pair(config, build_tokenizer(config), theirs, folder / "exported", kind)

@@ -11,15 +11,15 @@ import argparse
 import signal
 import sys
 
-from fuzz_lines import Line, line
-from fuzz_server import STARTED, Ended, serving
+from fuzz_lines import line
+from fuzz_server import STARTED, serving
 
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 LONGEST_LINE = 4000
 
 
-def judged(made: Line, ended: Ended) -> str:
+def judged(made, ended):
     """What is wrong with how a line ended; empty when nothing is."""
     if ended.code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"hangs: {ended.cpu_seconds:.0f} s of CPU"
@@ -47,7 +47,7 @@ def judged(made: Line, ended: Ended) -> str:
     return ""
 
 
-def main() -> int:
+def main():
     """Try the lines; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import fuzz_values as values
 from declared import JOBS, VERBS
@@ -37,7 +36,7 @@ class Line:
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
-    def written(self, folder: Path) -> list[str]:
+    def written(self, folder):
         """Write the files; return the arguments that the line is run with."""
         for name, text in self.files.items():
             path = folder / "conf" / name
@@ -46,7 +45,7 @@ class Line:
         return [*(["--config-dir", f"{folder}/conf"] if self.files else []), *self.arguments]
 
 
-def line(seed: str) -> Line:
+def line(seed):
     """The line of a seed."""
     draw = random.Random(seed)
     [verb] = draw.choices(NAMES, WEIGHTS)
@@ -63,7 +62,7 @@ def line(seed: str) -> Line:
     return made
 
 
-def _overrides(draw: random.Random, verb: str) -> list[str]:
+def _overrides(draw, verb):
     typed = []
     for share, words in values.STARTS.get(verb, []):
         if draw.random() < share:
@@ -75,7 +74,7 @@ def _overrides(draw: random.Random, verb: str) -> list[str]:
     return typed + [_override(draw, verb) for _ in range(count)]
 
 
-def _override(draw: random.Random, verb: str) -> str:
+def _override(draw, verb):
     schema = JOBS[verb]
     kind = draw.random()
     if kind < 0.18 and issubclass(schema, Job):
@@ -96,7 +95,7 @@ def _override(draw: random.Random, verb: str) -> str:
     return f"{draw.choices(('', '+', '++', '~'), (20, 1, 1, 1))[0]}{_misspelt(draw, name, 0.1)}={value}"
 
 
-def _misspelt(draw: random.Random, name: str, share: float) -> str:
+def _misspelt(draw, name, share):
     if draw.random() > share:
         return name
     place = draw.randrange(len(name))
@@ -110,7 +109,7 @@ def _misspelt(draw: random.Random, name: str, share: float) -> str:
     )
 
 
-def _add_file(draw: random.Random, made: Line) -> None:
+def _add_file(draw, made):
     """Write a file with a mistake into a folder of configurations, and choose it."""
     group = draw.choice(("experiment", "model", "parallelism", "sweep"))
     made.files[f"{group}/mine.yaml"] = draw.choice(values.FILES)
@@ -119,7 +118,7 @@ def _add_file(draw: random.Random, made: Line) -> None:
         made.arguments.append("-m")
 
 
-def _parsed(draw: random.Random, verb: str) -> list[str]:
+def _parsed(draw, verb):
     """Arguments of the verbs that take folders."""
     words = [
         *values.PATHS,

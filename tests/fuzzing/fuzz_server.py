@@ -17,14 +17,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from declared import VERBS
-from fuzz_lines import Line
 from safetensors.numpy import save_file
 
 from harness.util.errors import EXIT_OK
@@ -64,7 +62,7 @@ class Ended(NamedTuple):
     left: list[str]
 
 
-def make_folder(folder: Path, run: Path) -> None:
+def make_folder(folder, run):
     """Make the files that ``fuzz_values.PATHS`` and ``WEIGHTS`` name, with a copy of a run."""
     shutil.copytree(run, folder / "run")
     (folder / "hf").mkdir()
@@ -82,7 +80,7 @@ def make_folder(folder: Path, run: Path) -> None:
 
 
 @contextmanager
-def serving() -> Iterator[Callable[[Line], Ended]]:
+def serving():
     """Train a run and start the process; yields a function that runs a line in a folder of its own."""
     from jobs import train  # not for the process, which ends where torch would be imported
 
@@ -97,7 +95,7 @@ def serving() -> Iterator[Callable[[Line], Ended]]:
         typed = ("training.steps=2", "checkpoint.interval=1")
         trained = train(Path(runs), *typed).folder.path
 
-        def run(line: Line) -> Ended:
+        def run(line):
             assert process.stdin is not None and process.stdout is not None
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name) / "here"
@@ -116,7 +114,7 @@ def serving() -> Iterator[Callable[[Line], Ended]]:
         yield run
 
 
-def _serve() -> None:
+def _serve():
     """Answer requests until there are no more."""
     from harness.compose.composer import compose_job
     from harness.data.shards import ShardWriter
@@ -133,7 +131,7 @@ def _serve() -> None:
         print(json.dumps(_wait(child)), flush=True)  # noqa: T201
 
 
-def _started(*_: Any) -> None:
+def _started(*_):
     with contextlib.suppress(Exception):  # a stream may be closed
         sys.stdout.flush()
         os.write(1, STARTED.encode())
@@ -143,15 +141,15 @@ def _started(*_: Any) -> None:
 class _ComputingEndsIt:
     """Finds no module, and ends a command that imports one of those that compute."""
 
-    def __init__(self, modules: set[str]) -> None:
+    def __init__(self, modules):
         self.modules = modules
 
-    def find_spec(self, name: str, *_: Any) -> None:
+    def find_spec(self, name, *_):
         if name in self.modules:
             _started()
 
 
-def _wait(child: int) -> tuple[int, float]:
+def _wait(child):
     """Exit code and CPU seconds of a child; one that waits for ever is killed.
 
     Time on the clock says little, because other processes may have the cores.
@@ -168,7 +166,7 @@ def _wait(child: int) -> tuple[int, float]:
         time.sleep(0.005)
 
 
-def _run(verb: str, arguments: list[str], environment: dict[str, str], outside: str) -> NoReturn:
+def _run(verb, arguments, environment, outside):
     """Be the command, in a fork; does not return."""
     os.setpgid(0, 0)
     # The encoder of pictures is built before the first unit.
@@ -193,7 +191,7 @@ def _run(verb: str, arguments: list[str], environment: dict[str, str], outside: 
     os._exit(code)
 
 
-def _redirect(outside: str) -> None:
+def _redirect(outside):
     """Send the standard streams to files."""
     for number, path in enumerate((os.devnull, f"{outside}/out", f"{outside}/err")):
         os.close(number)

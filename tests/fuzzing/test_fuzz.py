@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from fuzz import judged
@@ -51,7 +50,7 @@ def test_what_is_wrong_with_an_end(code, err, left, wrong):
     assert judged(Line("0", "train", []), Ended(code, "", err, 20.0, left)) == wrong
 
 
-def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(command, folder, **environment):
     """Run a line of shell in which $PLAN is the plan of a small job."""
     plan = f"{sys.executable} -m harness plan model=llama3_tiny"
     return subprocess.run(

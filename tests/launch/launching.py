@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from processes import PATIENCE, until
 
@@ -36,12 +35,12 @@ class Launch:
 
     def __init__(
         self,
-        folder: Path,
-        *overrides: str,
-        module: tuple[str, ...] = ("harness.train",),
-        patch: str = "",
-        environment: dict[str, str] | None = None,
-    ) -> None:
+        folder,
+        *overrides,
+        module=("harness.train",),
+        patch="",
+        environment=None,
+    ):
         self.folder = folder
         defaults = [] if any(each.startswith("data=") for each in overrides) else ["data=synthetic"]
         if not any(each.startswith("training.global_batch_size=") for each in overrides):
@@ -67,32 +66,32 @@ class Launch:
         )
         self.out = ""
 
-    def finish(self) -> int:
+    def finish(self):
         """Wait for the end; return the exit code."""
         self.out, _ = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode
 
     @property
-    def err(self) -> str:
+    def err(self):
         """The job's stderr."""
         return Path(self._log.name).read_text()
 
     @property
-    def run_dir(self) -> Path:
+    def run_dir(self):
         """The only run folder that the job created."""
         [found] = [p.parent for p in (self.folder / "runs").glob("*/[0-9a-f]*/job.json")]
         return found
 
-    def read(self, name: str) -> dict[str, Any]:
+    def read(self, name):
         """Read a JSON file of the run folder."""
         return json.loads((self.run_dir / name).read_text())
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self):
         """The rows of metrics.jsonl."""
         return read_metrics(self.run_dir / "metrics.jsonl")
 
-    def ranks(self) -> dict[int, int]:
+    def ranks(self):
         """Return the process ids of living ranks, by rank, from their environment."""
         found = {}
         for entry in Path("/proc").iterdir():
@@ -111,10 +110,10 @@ class Launch:
                 found[int(variables["RANK"])] = int(entry.name)
         return found
 
-    def wait_for_step(self, step: int = 5) -> None:
+    def wait_for_step(self, step=5):
         """Wait until the job has reached a step of training."""
 
-        def trains() -> bool:
+        def trains():
             assert self.process.poll() is None, self.err
             try:
                 return bool(self.rows) and self.rows[-1]["step"] >= step
@@ -123,7 +122,7 @@ class Launch:
 
         until(trains)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill all processes of the job."""
         for pid in [self.process.pid, *self.ranks().values()]:
             with contextlib.suppress(ProcessLookupError):

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,11 +47,11 @@ ERRORS = {
 class Granted(Allocation):
     """An allocation with a given state."""
 
-    def __init__(self, state: str) -> None:
+    def __init__(self, state):
         super().__init__("7", 0)
         self._state = state
 
-    def state(self) -> str:
+    def state(self):
         return self._state
 
 
@@ -223,9 +222,7 @@ def test_nodes_of_slow_ranks_are_left_out(tmp_path, monkeypatch, job, excludes):
     )
 
 
-def start(
-    run: Path, code: Path, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def start(run, code, *arguments, **environment):
     command = ("-m", "harness.launch.batch", *arguments)
     return python(*command, cwd=run, PYTHONPATH=str(code), PYTHONSAFEPATH="1", **environment)
 

@@ -10,7 +10,6 @@ from cases import rows
 from one_line import one_line
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.data import documents
 from harness.data.cache import open_cache
 from harness.data.documents import source_of
@@ -28,7 +27,7 @@ def as_if_shared(tmp_path, monkeypatch):
     inputs._matches_any.cache_clear()
 
 
-def require(*typed: str) -> None:
+def require(*typed):
     require_inputs(
         compose_job(["model=llama3_tiny", "cluster=slurm", "cluster.device=cpu", *typed])
     )
@@ -142,7 +141,7 @@ def test_sources_that_must_be_tokenized(tmp_path, typed, says):
         require_tokenized(compose_job(["model=llama3_tiny", *typed, *size]))
 
 
-def open_train(job: Job) -> None:
+def open_train(job):
     source, held_out = source_of(job.data, "train")
     options = {"held_out": held_out, "wait_for_all": None, "is_builder": True}
     open_cache(source, build_tokenizer(job.tokenizer), split="train", **options)

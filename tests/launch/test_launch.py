@@ -41,7 +41,7 @@ Start = Callable[..., Launch]
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 
 
-def patch_rank(rank: int, body: str) -> str:
+def patch_rank(rank, body):
     """Return source code that makes one rank run ``body`` before the gradients of its third step."""
     return f"""
 import os
@@ -74,7 +74,7 @@ def start(launch, starter):
     return run
 
 
-def check_end(job: Launch, starter: str, code: int) -> None:
+def check_end(job, starter, code):
     """Wait for the end and check the exit code, of which torchrun keeps only whether it is 0."""
     ended = job.finish()
     assert (ended == code) if starter == "harness" else (bool(ended) == bool(code)), job.err
@@ -362,7 +362,7 @@ def test_a_layout_that_does_not_fit_names_the_variable(monkeypatch):
         tiny("parallelism.dp_shard=-1", "parallelism.tp=3")
 
 
-def verb(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
+def verb(folder, *arguments, code=EXIT_OK):
     """Return the output of a verb, stderr first."""
     done = python("-m", "harness", *arguments, cwd=folder)
     assert done.returncode == code, done.stderr

@@ -6,7 +6,6 @@ import multiprocessing as mp
 import os
 import signal
 import time
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -14,29 +13,28 @@ import torch.distributed as dist
 from processes import is_alive, until
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.launch.pool import RankFailed, RankPool
 from harness.tools.inference.inference import run_on_ranks
 from harness.util.errors import UserError
 
 
-def sum_of_ranks(offset: float) -> float:
+def sum_of_ranks(offset):
     value = torch.tensor(offset + dist.get_rank())
     dist.all_reduce(value)
     return float(value)
 
 
-def own_rank() -> int:
+def own_rank():
     return dist.get_rank()
 
 
-def refuse_on_last(job: Job, device: torch.device) -> None:
+def refuse_on_last(job, device):
     if dist.get_rank() == job.world_size - 1:
         raise UserError("x=1: is refused")
     dist.barrier()
 
 
-def fail_on(rank: int, how: str) -> None:
+def fail_on(rank, how):
     if dist.get_rank() == rank:
         if how == "raises":
             raise LookupError("broken here")
@@ -47,7 +45,7 @@ def fail_on(rank: int, how: str) -> None:
         dist.barrier()
 
 
-def not_picklable() -> object:
+def not_picklable():
     return lambda: None
 
 
@@ -77,7 +75,7 @@ def test_values_come_back_by_rank_and_failures_name_theirs(pair):
         pair.run(2, fail_on, 1, "hangs")
 
 
-def own_a_pool(connection: Connection) -> None:
+def own_a_pool(connection):
     pool = RankPool(2)
     pool.run(2, own_rank)
     connection.send([process.pid for process, _ in pool._ranks])

@@ -100,13 +100,13 @@ exec PYTHON -u -m harness.launch.batch HOME --code HOME/code/DIGEST
 Put = Callable[..., Path]
 
 
-def job(*overrides: str) -> Job:
+def job(*overrides):
     cluster = [] if any(each.startswith("cluster=") for each in overrides) else ["cluster=slurm"]
     made: Job = compose_job(["training.global_batch_size=64", *cluster, *overrides])
     return made
 
 
-def script(home: Path, *jobs: Job, planned: bool = False) -> str:
+def script(home, *jobs, planned=False):
     return Submission(list(jobs), [home] * len(jobs), home, "x").script(planned=planned)
 
 
@@ -418,9 +418,7 @@ def test_ranks_that_srun_names(tmp_path):
         assert str(memory).endswith("killed, probably out of memory")
 
 
-def run_script(
-    made: Job, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> subprocess.CompletedProcess[str]:
+def run_script(made, folder, monkeypatch):
     """Run the sbatch script of a job by bash, as SLURM does on the first node."""
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     (folder / "job.sh").write_text(script(folder, made))

@@ -23,7 +23,7 @@ SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml") if path.s
 
 
 @functools.cache
-def jobs_of(space: str, *overrides: str) -> tuple[list[Job], list[str]]:
+def jobs_of(space, *overrides):
     """Return the jobs of a space, and the reasons of its skipped points."""
     points = compose_points([f"sweep={space}", *overrides])
     return [each.job for each in points if each.job], [
@@ -98,7 +98,7 @@ def conf(tmp_path):
         yield tmp_path
 
 
-def facts(*typed: str) -> list[tuple[int, int, int, bool, int]]:
+def facts(*typed):
     jobs = [point.job for point in compose_points(["sweep=listed", *typed])]
     return [
         (

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -93,9 +91,7 @@ def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row, tmp_path):
 class Slurm:
     """Mocked SLURM commands that print given output and record their calls; a sweep submitted as array 7."""
 
-    def __init__(
-        self, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sweep: SweepFolder
-    ) -> None:
+    def __init__(self, put, monkeypatch, sweep):
         for name in ("squeue", "scontrol", "sacct", "scancel"):
             script = (
                 f'cd "$(dirname "$0")"; echo "{name} $*" >> calls\n'
@@ -107,19 +103,17 @@ class Slurm:
             self.prints(name, file="by_id")
         self.sweep, self.monkeypatch = sweep, monkeypatch
 
-    def prints(self, command: str, *lines: str, file: str = "out") -> None:
+    def prints(self, command, *lines, file="out"):
         (self.folder / f"{command}.{file}").write_text("".join(f"{line}\n" for line in lines))
 
-    def calls(self) -> list[str]:
+    def calls(self):
         """The calls since the last call of this method."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
         return lines
 
-    def verb(
-        self, name: str, *arguments: str, run: str = ".", code: int = EXIT_OK
-    ) -> tuple[str, str]:
+    def verb(self, name, *arguments, run=".", code=EXIT_OK):
         """Run ``harness runs``, or a command of ``harness sweep``; return stdout and stderr."""
         said, warned = io.StringIO(), io.StringIO()
         typed = [str(self.sweep.path / run), *arguments]

@@ -7,7 +7,6 @@ import math
 import shlex
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import optuna
 import pytest
@@ -19,7 +18,6 @@ from optuna.trial import TrialState
 from harness.compose.composer import chooses_points, compose_job
 from harness.launch.begin import begin
 from harness.launch.sweep import optuna as study_module
-from harness.launch.sweep.folder import Point
 from harness.launch.sweep.optuna import run_study
 from harness.launch.sweep.study import StudyRecord, check_objective, natural_direction
 from harness.launch.train import VERB
@@ -36,7 +34,7 @@ LAYOUTS = "parallelism.dp_shard=1,2,3"
 OPTUNA = ("sweep=optuna", "sweep.seed=3", "sweep.n_jobs=1")
 
 
-def loss(lr: float, ranks: int) -> float:
+def loss(lr, ranks):
     """A loss whose best learning rate is 1e-3."""
     return (math.log10(lr) + 3) ** 2 + 0.1 * ranks
 
@@ -44,25 +42,25 @@ def loss(lr: float, ranks: int) -> float:
 class Study:
     """Runs studies named s. Training writes a row at once; high learning rates fail."""
 
-    def __init__(self, runs_dir: Path) -> None:
+    def __init__(self, runs_dir):
         self.runs_dir, self.folder = runs_dir, runs_dir / "s"
         self.started: list[str] = []
         self.interrupt_at: int | None = None
 
-    def __call__(self, *overrides: str) -> int:
+    def __call__(self, *overrides):
         fixed = ("training.global_batch_size=4", f"runs_dir={self.runs_dir}", "name=s")
         return run_study([*OPTUNA, *fixed, *overrides], check=lambda point: point)
 
     @property
-    def stored(self) -> optuna.Study:
+    def stored(self):
         journal = JournalStorage(JournalFileBackend(f"{self.folder}/study.journal"))
         return optuna.load_study(study_name="s", storage=journal)
 
     @property
-    def trials(self) -> list[optuna.trial.FrozenTrial]:
+    def trials(self):
         return self.stored.trials
 
-    def train(self, point: Point) -> int:
+    def train(self, point):
         job = point.job
         self.started.append(job.id)
         if len(self.started) == self.interrupt_at:

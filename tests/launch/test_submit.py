@@ -45,8 +45,8 @@ def scheduler(monkeypatch):
     return waiting
 
 
-def fail(error: BaseException) -> object:
-    def call(*_: object) -> None:
+def fail(error):
+    def call(*_):
         raise error
 
     return call

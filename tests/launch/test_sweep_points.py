@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from cases import rows
@@ -27,7 +26,7 @@ from harness.launch.sweep.folder import (
     labels,
     unique_points,
 )
-from harness.launch.sweep.run import Array, arrays_of
+from harness.launch.sweep.run import arrays_of
 from harness.run.folder import RunFolder
 from harness.run.record import RunRecord
 from harness.util.errors import UserError
@@ -37,11 +36,11 @@ ON_SLURM = ("name=n", "cluster=slurm", "training.global_batch_size=8")
 SHAPES = "parallelism.dp_shard=1,2,4,8"
 
 
-def point(folder: Path, name: str) -> Point:
+def point(folder, name):
     return Point(name, folder / name, [f"training.seed={name}"])
 
 
-def points(folder: Path, *typed: str) -> list[Point]:
+def points(folder, *typed):
     """Points of SLURM, each in the folder of its job."""
     jobs = [
         (each.job, each.overrides)
@@ -50,7 +49,7 @@ def points(folder: Path, *typed: str) -> list[Point]:
     return [Point(job.id, job.run_dir, overrides, job) for job, overrides in jobs]
 
 
-def sweep(folder: Path, *typed: str, common: tuple[str, ...] = ON_SLURM) -> int:
+def sweep(folder, *typed, common=ON_SLURM):
     return run.sweep(compose_points([*common, f"runs_dir={folder}", *typed]))
 
 
@@ -254,7 +253,7 @@ def test_a_point_that_never_began_gets_the_labels_of_the_last_command(
     assert capsys.readouterr().out.splitlines()[0] == words
 
 
-def most_at_once(arrays: list[Array]) -> int:
+def most_at_once(arrays):
     """Return the maximum number of points that run at once, given SLURM's limits and dependencies."""
     chains: dict[int, int] = {}
     first: dict[int, int] = {}

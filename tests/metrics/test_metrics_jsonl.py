@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +17,13 @@ def path(tmp_path):
     return tmp_path / "run" / "metrics.jsonl"
 
 
-def write(path: Path, *steps: int) -> None:
+def write(path, *steps):
     with closing(MetricsFile(path)) as file:
         for step in steps:
             file.write({"step": step, "loss": step / 2})
 
 
-def steps(path: Path) -> list[int]:
+def steps(path):
     return [row["step"] for row in read_metrics(path)]
 
 

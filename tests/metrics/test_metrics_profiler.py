@@ -7,13 +7,11 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jobs
 import pytest
 import torch
 
-from harness.config.job import Job
 from harness.config.metrics import ProfilingConfig
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
@@ -30,7 +28,7 @@ SMALL = (
 ON = ("profiling=on", "profiling.interval=5", "profiling.warmup=1", "profiling.active=2")
 
 
-def events_of(trace: Path) -> list[dict[str, Any]]:
+def events_of(trace):
     """Complete events ("X") of a Chrome trace, in the order they began."""
     read = json.loads(gzip.decompress(trace.read_bytes()))
     return sorted(
@@ -38,7 +36,7 @@ def events_of(trace: Path) -> list[dict[str, Any]]:
     )
 
 
-def traces_in(folder: Path) -> list[str]:
+def traces_in(folder):
     return sorted(
         str(path.relative_to(folder)) for path in folder.glob("profile/**/*") if path.is_file()
     )
@@ -81,7 +79,7 @@ def test_profiled_steps_do_not_count_and_the_rows_say_so(profiled):
     assert (result["window.profiled_steps"], result["window.window_steps"]) == (8, 5)
 
 
-def train(job: Job, run_dir: str) -> list[float]:
+def train(job, run_dir):
     trainer = Trainer(
         job, RunFolder(Path(run_dir)), Engine(job, torch.device("cpu")), None, time.monotonic()
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +17,7 @@ from harness.metrics.views import ShownRun
 from harness.train.rows import metrics_of_rows
 
 
-def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
+def record(run_dir, start_step=0, **fields):
     config = MetricsConfig(**{"console": "plain", **fields})
     recorder = Recorder(ShownRun(config, run_dir, "id", "name", {}), total_steps=10)
     recorder.begin(start_step, metrics_of_rows(OBSERVERS.values()))

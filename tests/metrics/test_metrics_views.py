@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ def no_wandb_account(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
+def record(run_dir, start_step=0, **fields):
     config = MetricsConfig(console="plain", **fields)
     recorder = Recorder(ShownRun(config, run_dir, "abc123", "my run", JOB), total_steps=9)
     recorder.begin(start_step)
@@ -66,7 +64,7 @@ _WANDB_HEADER, _CHUNK_HEADER, _BLOCK = 7, 7, 32768
 _WHOLE, _LAST = 1, 4
 
 
-def wandb_records(folder: Path) -> Iterator[Any]:
+def wandb_records(folder):
     """The records of the one offline run below ``folder``."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -132,13 +130,13 @@ def store(tmp_path_factory):
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
 
 
-def options(store: str) -> dict[str, Any]:
+def options(store):
     return {
         "views": {"mlflow": {"tracking_uri": store, "experiment": "here", "tags": {"team": "a"}}}
     }
 
 
-def runs(store: str, run_dir: Path) -> tuple[list[Any], Any]:
+def runs(store, run_dir):
     """The runs of a folder, and MLflow's own client."""
     mlflow = pytest.importorskip("mlflow")
     client = mlflow.MlflowClient(tracking_uri=store)
@@ -146,7 +144,7 @@ def runs(store: str, run_dir: Path) -> tuple[list[Any], Any]:
     return list(client.search_runs([experiment], f"tags.`harness.run_dir` = '{run_dir}'")), client
 
 
-def history(store: str, run_dir: Path, key: str) -> list[tuple[int, float]]:
+def history(store, run_dir, key):
     [run], client = runs(store, run_dir)
     return [
         (metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)
@@ -202,17 +200,17 @@ class BrokenView:
 
     name = "wandb"
 
-    def __init__(self, *args: object) -> None: ...
+    def __init__(self, *args): ...
 
-    def log(self, row: dict[str, Any]) -> None:
+    def log(self, row):
         if row["step"] >= 2:
             raise ConnectionError("the server\nis gone")
 
-    def close(self, summary: dict[str, Any]) -> None:
+    def close(self, summary):
         raise ConnectionError("still gone")
 
 
-def fail(*_: object, **__: object) -> None:
+def fail(*_, **__):
     raise RuntimeError("no server")
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jobs
 import numpy as np
@@ -50,20 +49,20 @@ class Scripted:
 
     sees_queue = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
-    def now(self) -> float:
+    def now(self):
         self.calls += 1
         return (self.calls - 1) * self.calls / 2
 
-    def is_done(self, _stamp: float) -> bool:
+    def is_done(self, _stamp):
         return True
 
-    def lengths(self, stamps: list[float]) -> list[tuple[float, float]]:
+    def lengths(self, stamps):
         return [(end - start, (end - start) / 4) for start, end in pairwise(stamps)]
 
-    def free(self, stamps: list[float]) -> None: ...
+    def free(self, stamps): ...
 
 
 def test_times_are_exclusive_and_add_up():
@@ -133,18 +132,18 @@ class Event:
     made = 0
     done = 0
 
-    def __init__(self, *, enable_timing: bool) -> None:
+    def __init__(self, *, enable_timing):
         assert enable_timing
         Event.made += 1
         self.time = -1
 
-    def record(self) -> None:
+    def record(self):
         Event.made_records = self.time = getattr(Event, "made_records", 0) + 1
 
-    def query(self) -> bool:
+    def query(self):
         return self.time <= Event.done
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later):
         assert later.query(), "the time of an event that is not done"
         return 1000.0 * (later.time - self.time)
 
@@ -171,7 +170,7 @@ def test_on_a_gpu_times_are_read_later_without_waiting(monkeypatch):
     assert Event.made == made  # events are used again
 
 
-def train(job: Job, run_dir: str, base: float = 0.0, slow: dict[int, float] | None = None) -> Any:
+def train(job, run_dir, base=0.0, slow=None):
     """Train; every rank also sleeps in the first block's forward pass, slow ones longer.
 
     Returns:
@@ -190,7 +189,7 @@ def train(job: Job, run_dir: str, base: float = 0.0, slow: dict[int, float] | No
     return [each.seconds for each in trainer.window._latest], phases.slow.found
 
 
-def rows_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+def rows_of(folder, rank):
     return read_metrics(folder / f"phases/rank{rank}.jsonl")
 
 

@@ -27,12 +27,12 @@ _SHIPPED = {file.stem for file in MODELS.glob("*.yaml")}
 DEBUG = sorted(name for name in _SHIPPED - PUBLISHED.keys() if name.endswith("_debug"))
 
 
-def on_meta(config: ModelConfig) -> torch.nn.Module:
+def on_meta(config):
     with torch.device("meta"):
         return Flux(config, 1040) if config.architecture == "flux" else Decoder(config, seq_len=16)
 
 
-def count(module: torch.nn.Module) -> int:
+def count(module):
     """Parameters of a module; one that is shared counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
 

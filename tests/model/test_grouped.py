@@ -16,7 +16,7 @@ from harness.model.grouped import (
 )
 
 
-def ends_of(lengths: list[int]) -> Tensor:
+def ends_of(lengths):
     return torch.tensor(lengths).cumsum(0).int()
 
 
@@ -38,7 +38,7 @@ def test_padding(lengths, block):
 class _Calls(TorchDispatchMode):
     """Collects the arguments of torch's grouped product."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen: list[tuple[Tensor, Tensor]] = []
 

@@ -8,18 +8,17 @@ import math
 import pytest
 import torch
 from equal import assert_equal
-from torch import Tensor
 
 from harness.config.model import ModelConfig
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
-from harness.model.spec import Init, tensors
+from harness.model.spec import tensors
 from harness.parallelism.materialize import draw, materialize
 
 CPU = torch.device("cpu")
 
 
-def config(tied: bool = False, **numbers: int) -> ModelConfig:
+def config(tied=False, **numbers):
     shape = {"vocab_size": 512, "dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2}
     made = ModelConfig(
         "small", ffn_hidden_dim=256, max_seq_len=64, tied_embeddings=tied, **{**shape, **numbers}
@@ -27,16 +26,14 @@ def config(tied: bool = False, **numbers: int) -> ModelConfig:
     return resolve_model(made)
 
 
-def values(
-    made: ModelConfig, modules: list[str] | None = None, seed: int = 42
-) -> dict[str, Tensor]:
+def values(made, modules=None, seed=42):
     with torch.device("meta"):
         part = Decoder(made, 16, modules)
     materialize(part, seed, CPU, CPU)
     return {name: parameter.detach() for name, parameter in part.named_parameters()}
 
 
-def init_of(name: str, made: ModelConfig) -> Init:
+def init_of(name, made):
     return tensors(made)[name].init
 
 
@@ -98,7 +95,7 @@ def test_every_name_and_every_seed_differs():
         assert abs(correlation) < 6 / math.sqrt(value.numel()), name
 
 
-def expected_std(name: str, dim: int) -> float:
+def expected_std(name, dim):
     """Standard deviations by hand."""
     if name == "tok_embeddings.weight":
         return 1.0

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 import yaml
 from processes import python
-from torch import Tensor
 
 from harness.compose.composer import compose_job
-from harness.config.model import ModelConfig
 from harness.model import combine
 from harness.model.feed_forward import gated
 from harness.model.grouped import grouped_linear
@@ -32,7 +30,7 @@ balanced: model.moe.balance_coeff=0.001 model.moe.score=sigmoid
 """)
 
 
-def config_of(*overrides: str) -> ModelConfig:
+def config_of(*overrides):
     model = [
         "model=llama3_tiny",
         "model.dim=16",
@@ -43,7 +41,7 @@ def config_of(*overrides: str) -> ModelConfig:
     return compose_job([*model, "model.moe.top_k=2", *overrides, *data]).model
 
 
-def mixture_of(config: ModelConfig) -> MoE:
+def mixture_of(config):
     torch.manual_seed(0)
     moe = MoE(config)
     for parameter in moe.parameters():
@@ -53,7 +51,7 @@ def mixture_of(config: ModelConfig) -> MoE:
     return moe
 
 
-def chosen(scores: Tensor, bias: Tensor, config: ModelConfig) -> list[int]:
+def chosen(scores, bias, config):
     """The experts of one token, by the rules as papers state them."""
     of, wanted = config.moe, (scores + bias).tolist()
     size = of.num_experts // of.num_groups
@@ -64,7 +62,7 @@ def chosen(scores: Tensor, bias: Tensor, config: ModelConfig) -> list[int]:
     return sorted(allowed, key=lambda e: -wanted[e])[: of.top_k]
 
 
-def written_out(moe: MoE, x: Tensor, config: ModelConfig) -> tuple[Tensor, list[int]]:
+def written_out(moe, x, config):
     """Token by token and expert by expert; and how often each was chosen."""
     of, rows, load = config.moe, [], [0] * config.moe.num_experts
     bias = torch.zeros(of.num_experts) if moe.balance_bias is None else moe.balance_bias
@@ -157,7 +155,7 @@ def test_groups_may_be_empty_and_rows_none():
     assert not torch.autograd.grad(none.sum(), w)[0].any()
 
 
-def compare_kernels(tokens: int, top_k: int, width: int) -> None:
+def compare_kernels(tokens, top_k, width):
     order, out = torch.randperm(tokens * top_k), torch.randn(tokens * top_k, width)
     place, weights, grad = inverse_of(order), torch.rand(tokens, top_k), torch.randn(tokens, width)
     found = torch.empty_like(grad), torch.empty_like(out), torch.empty_like(weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +12,10 @@ import yaml
 from families_table import PLAIN, changed, set_fields
 from jobs import batches_of, tiny
 from plain_llama import frequencies, logits
-from torch import Tensor
 
 from harness.compose.resolve import resolve
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.config.model import ModelConfig
 from harness.config.optimizer import KINDS, LR_SCALES, OptimizerConfig, lr_scale
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings
@@ -32,7 +29,7 @@ from harness.util.errors import ConfigError
 BASE = set_fields(PLAIN, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, ffn_hidden_dim=64, n_layers=2)
 
 
-def wider(factor: int, head_dim: int = 8, **fields: Any) -> ModelConfig:
+def wider(factor, head_dim=8, **fields):
     """The base model with ``factor`` times its width, in muP."""
     model = set_fields(BASE, **fields).at_width(32 * factor)
     model = with_value(with_value(model, "mup.base_dim", 32), "head_dim", head_dim)
@@ -41,9 +38,7 @@ def wider(factor: int, head_dim: int = 8, **fields: Any) -> ModelConfig:
     )
 
 
-def published(
-    parameters: dict[str, Tensor], tokens: Tensor, config: ModelConfig, factor: int
-) -> Tensor:
+def published(parameters, tokens, config, factor):
     """Logits of a Llama in muP, by the tables of arXiv:2203.03466: scores / d, logits / fan_in.
 
     d and fan_in are relative to those of the base model, whose scores have the factor 1 / sqrt(8).

@@ -10,7 +10,6 @@ import pytest
 import torch
 from families_table import STRETCHED
 from processes import python
-from torch import Tensor
 
 from harness.config.model import RopeConfig
 from harness.model.rope import _rotated, rope_table, rotate, signed_table, turn
@@ -18,7 +17,7 @@ from harness.model.rope import _rotated, rope_table, rotate, signed_table, turn
 B, T, H, D = 2, 16, 3, 8
 
 
-def complex_rotation(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool) -> Tensor:
+def complex_rotation(x_BTHD, table_2TD, *, interleaved):
     """Multiply pairs as complex numbers; real parts come out in the first half."""
     pairs = x_BTHD.unflatten(-1, (-1, 2) if interleaved else (2, -1))
     first, second = pairs.unbind(-1 if interleaved else -2)
@@ -64,9 +63,7 @@ def test_narrow_inputs_are_rotated_in_float32(device):
         )
 
 
-def compare_kernel(
-    heads: tuple[int, int], width: int, direction: int, *, interleaved: bool
-) -> None:
+def compare_kernel(heads, width, direction, *, interleaved):
     table = torch.stack([signed_table(rope_table(RopeConfig(), width, T))] * B, 1)[:, :, : T - 1]
     inputs = [torch.randn(B, T - 1, each, width + 4)[..., 4:] for each in heads]
     expected = tuple(_rotated(x, table, direction, interleaved) for x in inputs)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from jobs import batches_of, tiny, train, train_engine
-from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.config.job import Job
-from harness.launch.pool import RankPool
 from harness.optimizer.build import keep_average
 from harness.optimizer.elementwise import Lion
 from harness.tools.convert import ConvertConfig, ConvertJob, convert
@@ -29,14 +26,14 @@ RUN = (
 )
 
 
-def averages(pool: RankPool, *overrides: str) -> list[dict[str, Tensor]]:
+def averages(pool, *overrides):
     """Train; return the full averages of each rank's parameters."""
     job = tiny(*RUN, *overrides)
     ranks = pool.run(job.world_size, train_engine, job, STEPS)
     return [{name: state["ema"] for name, state in rank.state.items()} for rank in ranks]
 
 
-def judged(job: Job) -> dict[str, Tensor]:
+def judged(job):
     """Train; return torch's own average of the weights, which starts with those after the first step."""
     engine = Engine(job, torch.device("cpu"))
     loader = batches_of(job, engine.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,12 +20,12 @@ MUON = ("optimizer=muon",)
 MOE = (*MUON, "model=qwen3_moe_debug")
 
 
-def sent_in_a_step(job_json: str) -> float:
+def sent_in_a_step(job_json):
     """Bytes that this rank sends to others in the all-to-alls of an update."""
     sent = 0.0
     original = dist.all_to_all_single
 
-    def counted(received: Any, values: Any, into: Any, out: list[int], **options: Any) -> Any:
+    def counted(received, values, into, out, **options):
         nonlocal sent
         sent += (sum(out) - out[options["group"].rank()]) * values.element_size()
         return original(received, values, into, out, **options)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from equal import assert_equal
 from jobs import tiny
-from torch import Tensor
 from waits import waits
 
 from harness.config.model import ModelConfig
@@ -40,7 +38,7 @@ ROUNDED = OptimizerConfig(
 MUON = OptimizerConfig(kind="muon", lr=0.03, weight_decay=0.2, momentum=0.9)
 
 
-def model(tied: bool = False) -> Decoder:
+def model(tied=False):
     sizes = {
         "vocab_size": 32,
         "dim": 16,
@@ -57,13 +55,11 @@ def model(tied: bool = False) -> Decoder:
 SPECS = tensors(model().config)
 
 
-def built_for(decoder: Decoder, config: OptimizerConfig) -> torch.optim.Optimizer:
+def built_for(decoder, config):
     return build_optimizer(config, decoder.named_parameters(), tensors(decoder.config))
 
 
-def trained(
-    build: OptimizerConfig | Callable[[dict[str, Any]], Optimizers], steps: int = 5
-) -> dict[str, Tensor]:
+def trained(build, steps=5):
     """Parameters after some steps of random gradients, with a job's optimizer or those that are built."""
     decoder = model()
     named = dict(decoder.named_parameters())
@@ -314,12 +310,12 @@ def test_a_step_of_muon_by_hand():
 # -- steps that the device drops --
 
 
-def muon(groups: list[dict[str, Any]], state_dtype: torch.dtype = torch.float32) -> Muon:
+def muon(groups, state_dtype=torch.float32):
     scale = lr_scale("match_rms_adamw")
     return Muon(groups, 1.0, state_dtype, momentum=0.9, dtype=torch.float32, scale=scale)
 
 
-def own(kind: str, parameters: Sequence[Tensor]) -> Any:
+def own(kind, parameters):
     """One of our optimizers; ``kind`` may end in the dtype of the state."""
     name, _, state = kind.partition(" ")
     groups = [{"params": list(parameters), "weight_decay": 0.2}]
@@ -344,9 +340,7 @@ OWN = [
 OWN += [("lion bfloat16", B)]
 
 
-def after(
-    kind: str, master: torch.dtype, drop: list[bool] | None, device: str = "cpu", width: int = 6
-) -> tuple[Tensor, dict[str, Tensor]]:
+def after(kind, master, drop, device="cpu", width=6):
     """Parameter and state after a step for each entry; None: three steps without ``found_inf``."""
     torch.manual_seed(0)
     shape = (2, 8, width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,13 +19,13 @@ class Ledger(TorchDispatchMode):
         calls: number of calls of each operation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.live, self.peak = 0, 0
         self.calls: Counter[str] = Counter()
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # Storages that existed before (parameters, inputs) and views of them are not counted.
         self._track((args, kwargs), counts=False)
         result = func(*args, **(kwargs or {}))
@@ -34,7 +33,7 @@ class Ledger(TorchDispatchMode):
         self._track(result, counts=True)
         return result
 
-    def _track(self, tree: Any, *, counts: bool) -> None:
+    def _track(self, tree, *, counts):
         for leaf in tree_leaves(tree):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -46,6 +45,6 @@ class Ledger(TorchDispatchMode):
                 self.peak = max(self.peak, self.live)
                 weakref.finalize(storage, self._release, key, size)
 
-    def _release(self, key: int, size: int) -> None:
+    def _release(self, key, size):
         self._known.discard(key)
         self.live -= size

@@ -26,7 +26,7 @@ TINY = (
 MATMULS, ATTENTION = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
-def ledger_of(*overrides: str) -> tuple[int, Ledger, Ledger]:
+def ledger_of(*overrides):
     """Bytes alive after forward, and the ledgers of the forward and of the backward pass."""
     job = compose_job([*TINY, *overrides, "cluster.device=cpu"])
     with process_group(job, CPU):

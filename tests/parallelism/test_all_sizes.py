@@ -18,10 +18,7 @@ from fake_world import fake_process_group
 from torch.distributed.tensor import DTensor
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
-from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import account
-from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
 from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import build_mesh
@@ -54,7 +51,7 @@ REPLICATED = re.compile(
 )
 
 
-def composed(case: str) -> Job:
+def composed(case):
     """Compose a job of a layout for a cluster, with enough microbatches for its pipeline."""
     model, *words = case.split()
     by_axis = dict(word.split("=") for word in words)
@@ -75,7 +72,7 @@ def composed(case: str) -> Job:
     )
 
 
-def laid_out(job: Job, rank: int) -> list[Decoder]:
+def laid_out(job, rank):
     """Model parts of a rank; every parameter is checked while the process group exists."""
     with fake_process_group(rank, job.world_size):
         mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
@@ -86,11 +83,11 @@ def laid_out(job: Job, rank: int) -> list[Decoder]:
         return parts
 
 
-def is_expert(name: str) -> bool:
+def is_expert(name):
     return ".moe.experts." in f".{name}"
 
 
-def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None:
+def check(name, parameter, layout):
     assert isinstance(parameter, DTensor), name
     assert parameter.device.type == "meta" and parameter.dtype == torch.float32
     mesh = parameter.device_mesh
@@ -124,7 +121,7 @@ def check(name: str, parameter: torch.Tensor, layout: ParallelismConfig) -> None
         )
 
 
-def expected_pieces(name: str, layout: ParallelismConfig) -> int:
+def expected_pieces(name, layout):
     """How many different pieces a parameter is cut into."""
     if not is_expert(name):
         return layout.parameter_shards * (1 if REPLICATED.fullmatch(name) else layout.tp)

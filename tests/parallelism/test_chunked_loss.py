@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from memory import Ledger
-from torch import Tensor
 from waits import waits
 
 from harness.data.batch import IGNORE_INDEX
@@ -15,9 +14,7 @@ from harness.parallelism.loss import ChunkedLoss, TokenLoss, _add_product
 ROWS, WIDTH, VOCABULARY = 48, 32, 1031
 
 
-def made_up(
-    dtype: torch.dtype = torch.float32, rows: int = ROWS, vocabulary: int = VOCABULARY
-) -> tuple[Tensor, Tensor, Tensor]:
+def made_up(dtype=torch.float32, rows=ROWS, vocabulary=VOCABULARY):
     """Activations [2, rows / 2, C], weight [V, C] and labels, a third of which are ignored."""
     generator = torch.Generator().manual_seed(0)
     x_BTC = torch.randn(2, rows // 2, WIDTH, generator=generator)
@@ -27,15 +24,13 @@ def made_up(
     return x_BTC.to(dtype).requires_grad_(), weight_VC.to(dtype).requires_grad_(), labels_BT
 
 
-def plain(x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> Tensor:
+def plain(x_BTC, weight_VC, labels_BT):
     loss = TokenLoss(len(weight_VC), None)
     loss.denominator = 17.0
     return loss(F.linear(x_BTC, weight_VC), labels_BT)
 
 
-def chunked(
-    x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor, chunks: int, compiled: str | None = None
-) -> Tensor:
+def chunked(x_BTC, weight_VC, labels_BT, chunks, compiled=None):
     loss = TokenLoss(len(weight_VC), None, compiled)
     loss.denominator = 17.0
     return ChunkedLoss(loss, chunks)(x_BTC, weight_VC, labels_BT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import jobs
@@ -25,13 +24,13 @@ COMPILED = [
 ]
 
 
-def graphs_after_two_steps(*overrides: str) -> int:
+def graphs_after_two_steps(*overrides):
     job = jobs.tiny(*COMPILED, "model.n_layers=1", *overrides)
     with process_group(job, CPU):
         return graphs_of_rank(job.to_json())[0]
 
 
-def graphs_of_rank(job: str) -> tuple[int, int]:
+def graphs_of_rank(job):
     """Graphs that two steps compile, and graphs that a third one compiles again."""
     watch, engine = CompileWatch(), Engine(Job.from_json(job), CPU)
     for _ in range(2):
@@ -62,7 +61,7 @@ def test_a_new_number_of_rows_compiles_nothing(pool):
     assert pool.run(4, graphs_of_rank, jobs.tiny(*COMPILED, *layout).to_json()) == [(6, 0)] * 4
 
 
-def losses_of_rank(job: str, cache: str) -> list[float]:
+def losses_of_rank(job, cache):
     """The loss, compiled twice with one cache; torch reads the variable whenever it opens a cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -183,7 +182,7 @@ def test_a_run_prints_what_it_compiled(tmp_path, capsys):
 # -- asynchronous tensor parallel: the compiler pass, tested on CPUs with torch's own fallbacks ----
 
 
-def fused_calls(job_json: str, cache: str) -> tuple[int, int, float]:
+def fused_calls(job_json, cache):
     """Number of calls of the two fused operations in one step, and the gradient norm."""
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric
@@ -193,10 +192,10 @@ def fused_calls(job_json: str, cache: str) -> tuple[int, int, float]:
     calls = {"fused_all_gather_matmul": 0, "fused_matmul_reduce_scatter": 0}
     library = torch.library.Library("symm_mem", "IMPL")
 
-    def count(name: str) -> None:
+    def count(name):
         fallback = getattr(symmetric, f"_{name}_fallback")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             calls[name] += 1
             return fallback(*args, **kwargs)
 
@@ -205,7 +204,7 @@ def fused_calls(job_json: str, cache: str) -> tuple[int, int, float]:
     for name in calls:
         count(name)
 
-    def enable(mesh: Any, device: torch.device) -> None:
+    def enable(mesh, device):
         symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
 
     try:

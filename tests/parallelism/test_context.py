@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from harness.config.model import AttentionSpan
 from harness.config.parallelism import ParallelismConfig
@@ -51,9 +50,7 @@ def test_groups_are_neighbours_on_the_shard_axis():
     assert groups == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
 
 
-def difference(
-    layout: ParallelismConfig, seed: int, compiled: bool, dtype: torch.dtype
-) -> list[float]:
+def difference(layout, seed, compiled, dtype):
     """Relative error of this rank's output and gradients against those of unsplit sequences."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
@@ -76,7 +73,7 @@ def difference(
     ]
 
 
-def run(kernel: Kernel, tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
+def run(kernel, tensors, weights):
     """Output, and gradients of queries, keys and values."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = kernel(*leaves, None)
@@ -102,7 +99,7 @@ def test_compiled_in_one_graph(pool, name):
         assert max(found) < 1e-6
 
 
-def rounds(layout: ParallelismConfig) -> int:
+def rounds(layout):
     """Number of ring passes in forward and backward of a block with selective_op checkpointing."""
     from harness.config.training import ActivationCheckpointConfig
     from harness.parallelism import activation_checkpoint, context

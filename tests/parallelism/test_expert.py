@@ -32,7 +32,7 @@ def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool):
     assert all(bias.any() for bias in biases.values()), biases
 
 
-def stepped(job_json: str) -> tuple[list[list[int]], int]:
+def stepped(job_json):
     """Tokens routed to each expert in a step, and how often the host reads lengths from its device."""
     from harness.train.engine import Engine
 
@@ -63,7 +63,7 @@ def test_every_token_is_counted_once_and_lengths_read_once_per_layer(pool, name)
         assert [number for _, number in found] == [reads] * job.world_size
 
 
-def gathers_and_waits(job_json: str) -> list[str]:
+def gathers_and_waits(job_json):
     """FSDP's all-gathers of a step, by a parameter of each, and the waits of experts for their lengths."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 

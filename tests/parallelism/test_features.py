@@ -40,7 +40,7 @@ WORDS = {
 ROWS = [(feature, typed, name) for feature, (typed, names) in TABLE.items() for name in names]
 
 
-def in_many_rounds(job_json: str, steps: int, resume_in: str | None = None) -> parity.Trace:
+def in_many_rounds(job_json, steps, resume_in=None):
     """Train with rounds of one matrix each, so that the exchanges of Muon overlap."""
     with mock.patch.object(assignment, "ROUND_VALUES", 1):
         return parity.trace(job_json, steps, resume_in)

@@ -8,11 +8,9 @@ import pytest
 import torch
 from jobs import random_batch
 from plain_llama import block, frequencies, hidden, norm
-from torch import Tensor
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.config.model import ModelConfig
 from harness.data.batch import IGNORE_INDEX, Batch
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
@@ -31,11 +29,11 @@ WEIGHT = 0.7
 HEADS = 8
 
 
-def job_of(*overrides: str) -> Job:
+def job_of(*overrides):
     return compose_job([*SMALL, *overrides])
 
 
-def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+def by_the_paper(w, tokens, counted):
     """Losses of the next token and of the one after it (arXiv:2412.19437, equations 21 to 25).
 
     Args:
@@ -48,7 +46,7 @@ def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple
     of_pairs = frequencies(500000.0, w["layers.0.attention.wq.weight"].shape[0] // HEADS)
     h = hidden(w, tokens[:, :-1], 2, of_pairs)
 
-    def loss(stream: Tensor, ahead: int) -> Tensor:
+    def loss(stream, ahead):
         losses = (
             -(stream @ head.T)
             .log_softmax(-1)
@@ -65,7 +63,7 @@ def by_the_paper(w: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> tuple
     return loss(norm(h, w["norm.weight"]), 1), loss(norm(further, w["mtp.norm.weight"]), 2)
 
 
-def with_other_weights(engine: Engine, generator: torch.Generator) -> dict[str, Tensor]:
+def with_other_weights(engine, generator):
     """Change the engine's weights from their initial values; return copies in float64."""
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
@@ -76,7 +74,7 @@ def with_other_weights(engine: Engine, generator: torch.Generator) -> dict[str, 
     return {name: p.detach().double().requires_grad_() for name, p in engine.named_parameters()}
 
 
-def differences_from_the_paper(job_json: str) -> dict[str, float]:
+def differences_from_the_paper(job_json):
     """Relative differences of both losses and of every gradient."""
     job, generator = Job.from_json(job_json), torch.Generator().manual_seed(0)
     engine = Engine(job, CPU)
@@ -135,7 +133,7 @@ def test_labels_at_the_ends_of_sequences_and_documents():
     assert labels.tolist() == [[11, 12, 13, 14, 15, 16, 17, 18]]
 
 
-def step_of(job_json: str, spoiled: bool = False) -> tuple[float, float | None, float, bool, bool]:
+def step_of(job_json, spoiled=False):
     """Both losses of a step, the validation loss of its batch, and what host and device find finite.
 
     If it is spoiled, multi-token prediction is NaN, and nothing else.
@@ -162,7 +160,7 @@ def test_a_nan_loss_is_detected_by_host_and_device(pool):
     assert not is_finite and not norm_is_finite
 
 
-def with_depth(model: ModelConfig, depth: int) -> ModelConfig:
+def with_depth(model, depth):
     return dataclasses.replace(model, mtp=dataclasses.replace(model.mtp, depth=depth))
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from jobs import batches_of, full, tiny
-from torch import Tensor
 from torch.func import functional_call
 
-from harness.config.job import Job
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
 from harness.train.engine import Engine
@@ -19,7 +17,7 @@ KEEPS_FLOAT32 = torch.__version__ >= "2.15"
 before, autograd rounded them to param_dtype."""
 
 
-def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def gradients(job):
     """The second step's gradients: the engine's, and autograd's through casts of every weight."""
     cpu = torch.device("cpu")
     engine, model = Engine(job, cpu), Decoder(job.model, job.training.seq_len)

@@ -7,7 +7,6 @@ does not, so an order that deadlocks with NCCL works on CPUs.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ Operation = tuple[str, int]
 """``send`` or ``receive``, and the other rank."""
 
 
-def unfinished(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[int]:
+def unfinished(ranks):
     """Replay the batches of every rank sequentially; return each rank's number of unfinished batches.
 
     An operation finishes when its counterpart is in the other rank's current batch.
@@ -44,7 +43,7 @@ def unfinished(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[int]:
     return list(map(len, waiting))
 
 
-def exchanged(job_json: str) -> list[list[list[Operation]]]:
+def exchanged(job_json):
     """This rank's sends and receives in a step, and in a validation, in torch's batches."""
     import torch.distributed as dist
     from torch.distributed.pipelining import schedules
@@ -57,7 +56,7 @@ def exchanged(job_json: str) -> list[list[list[Operation]]]:
     found: list[list[Operation]] = []
     original = schedules._batch_p2p
 
-    def recorded(operations: list[dist.P2POp], *args: Any, **kwargs: Any) -> Any:
+    def recorded(operations, *args, **kwargs):
         found.append(
             [("send" if o.op is dist.isend else "receive", o.group_peer) for o in operations]
         )
@@ -75,7 +74,7 @@ def exchanged(job_json: str) -> list[list[list[Operation]]]:
     return parts
 
 
-def one_by_one(batches: list[list[Operation]]) -> list[list[Operation]]:
+def one_by_one(batches):
     """Batches as torch 2.13 passes them to NCCL: one with sends only or receives only is split up."""
     split = [[[each] for each in batch] if len(dict(batch)) == 1 else [batch] for batch in batches]
     return [batch for parts in split for batch in parts]
@@ -103,7 +102,7 @@ def test_one_stream_per_rank_does_not_deadlock(pool, row):
         assert unfinished(list(map(one_by_one, batches))) == [0] * int(pp)
 
 
-def lowered(rows: list[list[str]]) -> list[list[list[Operation]]]:
+def lowered(rows):
     """Sends and receives of every rank, as torch adds them to the rows of a file.
 
     Raises:
@@ -137,7 +136,7 @@ def lowered(rows: list[list[str]]) -> list[list[list[Operation]]]:
 AHEAD = ("SENDF", "RECVB")
 
 
-def is_in_order(row: list[str]) -> bool:
+def is_in_order(row):
     """Whether the passes of each stage and microbatch are in the order F, B or F, I, W."""
     return all(
         [kind for kind in "FBIW" if cell[0] + kind + cell[2:] in row]

@@ -8,9 +8,8 @@ import pytest
 from layouts import require_agreement
 
 from harness.compose.composer import Composer
-from harness.config.job import Job
 from harness.launch.pool import RankFailed
-from harness.tools.parity.parity import LayoutComparer, ParityConfig, ParityJob, Trace, trace
+from harness.tools.parity.parity import LayoutComparer, ParityConfig, ParityJob, trace
 
 # Schedule, when parameters are freed, where they wait, what is recomputed, the axis beside the stages.
 UNGATHERED = [
@@ -42,12 +41,12 @@ ONE_MICROBATCH = [
 ]
 
 
-def compose(*overrides: str) -> Job:
+def compose(*overrides):
     composer = Composer("parity", ParityJob)
     return composer.job(overrides).plain
 
 
-def layout(row: str) -> Job:
+def layout(row):
     schedule, reshard, memory, recomputed, shards = row.split("-")
     return compose(
         "parallelism=pp",
@@ -74,7 +73,7 @@ def test_one_microbatch_in_bfloat16(judge):
     require_agreement(judge.verdict("one microbatch", compose(*ONE_MICROBATCH)))
 
 
-def without_gathering(job_json: str, steps: int) -> Trace:
+def without_gathering(job_json, steps):
     """Sabotage: run torch's stage, which does not gather parameters before backward."""
     from harness.parallelism.pipeline import Stage
 
@@ -82,7 +81,7 @@ def without_gathering(job_json: str, steps: int) -> Trace:
         return trace(job_json, steps)
 
 
-def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
+def with_a_parameter_left_out(job_json, steps):
     """Sabotage: lose one gradient of the first step."""
     from harness.parallelism.execute import DirectExecutor
 

@@ -7,7 +7,6 @@ DTensors, not pipelines (of which it does not know the sends) and not what has n
 from __future__ import annotations
 
 import re
-from typing import Any
 from unittest.mock import patch
 
 import planted
@@ -18,7 +17,7 @@ pytest.importorskip("spmd_types")
 pytestmark = pytest.mark.thorough
 
 
-def typed_step(job_json: str) -> str:
+def typed_step(job_json):
     """Compute the gradients of one step; return what the checker of types says."""
     import spmd_types as spmd
     from spmd_types.checker import typecheck
@@ -38,7 +37,7 @@ def typed_step(job_json: str) -> str:
     names = [name for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
     groups = {name: mesh.get_group(name) for name in names}
 
-    def partial_loss(self: TokenLoss, *arguments: Any) -> Any:
+    def partial_loss(self, *arguments):
         """Ranks with other tokens have parts of the loss."""
         loss = of_tokens(self, *arguments)
         for group in groups.values():
@@ -46,7 +45,7 @@ def typed_step(job_json: str) -> str:
                 loss = spmd.reinterpret(loss, group, src=spmd.V, dst=spmd.P)
         return loss
 
-    def typed_norm(self: PlainNorm, x: Any) -> Any:
+    def typed_norm(self, x):
         """What comes from FSDP's hooks or a mixture has no type, and a product of it that of the weight."""
         if "tp" in groups and spmd.maybe_get_axis_local_type(x, groups["tp"]) is None:
             of_all = self.split is Split.WHOLE or (
@@ -55,7 +54,7 @@ def typed_step(job_json: str) -> str:
             spmd.assert_type(x, {groups["tp"]: spmd.R if of_all else spmd.V})
         return norm(self, x)
 
-    def typed(batch: Any, *, last: bool) -> Any:
+    def typed(batch, *, last):
         with spmd.set_current_mesh(mesh), typecheck(strict_mode="permissive"):
             for each in (batch.inputs_BT, batch.labels_BT):
                 spmd.assert_type(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain, product
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from cases import rows
@@ -26,11 +25,11 @@ from harness.config.pipeline import (
 from harness.util.errors import ConfigError
 
 
-def layers(stage: list[str]) -> int:
+def layers(stage):
     return sum(name.startswith("layers.") for name in stage)
 
 
-def legal(layout: ParallelismConfig, n_layers: int) -> bool:
+def legal(layout, n_layers):
     try:
         check_stages(layout, n_layers)
         return SCHEDULES[layout.pp_schedule].takes_stages(stages_per_rank(layout, n_layers))
@@ -38,9 +37,7 @@ def legal(layout: ParallelismConfig, n_layers: int) -> bool:
         return False
 
 
-def combined(
-    sizes: list[int], ranks: list[int], **choices: Any
-) -> list[tuple[int, ParallelismConfig]]:
+def combined(sizes, ranks, **choices):
     rows = product(sizes, ranks, *choices.values())
     made = [
         (n, ParallelismConfig(pp=pp, **dict(zip(choices, rest, strict=True))))
@@ -170,7 +167,7 @@ def test_csv_places_stages(tmp_path, schedule, placed, microbatches, per_rank):
     assert len(split_modules(layout, 6)) == total
 
 
-def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]:
+def stages(layout, per_rank, rank=0):
     """Stand-ins for one rank's stages, with the attributes that a schedule's constructor reads."""
     total = layout.pp * per_rank
     layout = replace(layout, pp_layers_per_stage=1)
@@ -193,7 +190,7 @@ def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]
     ]
 
 
-def torch_takes(name: str, pp: int, per_rank: int, microbatches: int) -> bool:
+def torch_takes(name, pp, per_rank, microbatches):
     """Whether torch can build the schedule; building it orders all ranks' work and fails on a deadlock."""
     made = stages(ParallelismConfig(pp=pp, pp_schedule=name), per_rank)
     schedule_class = get_schedule_class(name)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import Trained, tiny, train_engine
-
-from harness.launch.pool import RankPool
+from jobs import tiny, train_engine
 
 SMALL = (
     "training.steps=10",
@@ -16,7 +14,7 @@ SMALL = (
 )
 
 
-def trained(pool: RankPool, *overrides: str) -> list[Trained]:
+def trained(pool, *overrides):
     job = tiny(*SMALL, *overrides)
     return pool.run(job.world_size, train_engine, job, 4)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -13,11 +12,9 @@ from equal import assert_equal
 from jobs import tiny, train_engine
 from layouts import require_agreement
 from one_line import one_line
-from torch import Tensor, nn
+from torch import nn
 
-from harness.config.job import Job
 from harness.config.precision import FLOAT8, GROUPED, PrecisionConfig
-from harness.launch.pool import RankPool
 from harness.model.grouped import grouped_product, padded_positions
 from harness.model.moe import Experts
 from harness.precision.grouped import build_grouped_product
@@ -41,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 @cache
-def job_of(*overrides: str) -> Job:
+def job_of(*overrides):
     dense = () if overrides and overrides[0].startswith("model=") else ("model.n_kv_heads=8",)
     return tiny(*SMALL, *dense, *overrides)
 
@@ -49,7 +46,7 @@ def job_of(*overrides: str) -> Job:
 _traces: dict[str, Trace] = {}
 
 
-def alone(pool: RankPool, *overrides: str) -> Trace:
+def alone(pool, *overrides):
     """Trace a step of a job of one rank once. Its numbers depend on the rows of a pass."""
     job = job_of(*overrides)
     if job.id not in _traces:
@@ -57,7 +54,7 @@ def alone(pool: RankPool, *overrides: str) -> Trace:
     return _traces[job.id]
 
 
-def trace_with_float8_gathers(job_json: str, steps: int) -> Trace:
+def trace_with_float8_gathers(job_json, steps):
     """Trace with the tensor parallelism of GPUs, which gathers in float8; gloo sends it as bytes."""
     with gloo_that_sends_float8() as sent:
         traced = trace(job_json, steps)
@@ -66,7 +63,7 @@ def trace_with_float8_gathers(job_json: str, steps: int) -> Trace:
 
 
 @contextmanager
-def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
+def gloo_that_sends_float8():
     """Enable float8 gathers on CPUs, and send torchao's float8 tensors as bytes.
 
     Yields:
@@ -105,9 +102,7 @@ def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def rounded(
-    values: Tensor, dtype: torch.dtype, over: tuple[int, ...], power_of_two: bool
-) -> Tensor:
+def rounded(values, dtype, over, power_of_two):
     """Values rounded to float8, with the scale that maps the largest magnitude to the format's maximum."""
     scale = torch.finfo(dtype).max / values.abs().amax(over, keepdim=True).double()
     if power_of_two:
@@ -115,7 +110,7 @@ def rounded(
     return (values.double() * scale).float().to(dtype).double() / scale
 
 
-def rounded_in_blocks(values: Tensor) -> Tensor:
+def rounded_in_blocks(values):
     """Values rounded in blocks of 32 along the last axis; scales rounded up to powers of 2 (MX, RCEIL)."""
     blocks = values.view(*values.shape[:-1], -1, 32)
     peak = blocks.abs().amax(-1, keepdim=True).double()
@@ -123,12 +118,12 @@ def rounded_in_blocks(values: Tensor) -> Tensor:
     return ((blocks.double() / scale).float().to(E4M3).double() * scale).view(values.shape)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(found, expected):
     """Relative error in the 2-norm."""
     return float((found.detach().double() - expected).norm() / expected.norm())
 
 
-def precision_of(linear: str, dtype: str = "float32") -> tuple[str, ...]:
+def precision_of(linear, dtype="float32"):
     return (
         f"precision.linear={linear}",
         f"precision.param_dtype={dtype}",
@@ -339,7 +334,7 @@ def test_a_product_by_hand(linear):
         assert 0.01 < difference(output[at], x[at].double() @ w[expert].double().T) < 0.05
 
 
-def experts_of(family: str) -> tuple[Experts, Experts]:
+def experts_of(family):
     """Two equal experts modules with random values."""
     torch.manual_seed(0)
     pair = Experts(job_of(*FAMILIES[family]).model), Experts(job_of(*FAMILIES[family]).model)

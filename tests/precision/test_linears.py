@@ -14,7 +14,6 @@ from torch import nn
 from torchao.float8 import _auto_filter_for_recipe
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.config.precision import FLOAT8, GROUPED, PrecisionConfig
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts
@@ -29,7 +28,7 @@ from harness.tools.plan.make import make_plan
 from harness.util.errors import ConfigError
 
 
-def job_of(*overrides: str) -> Job:
+def job_of(*overrides):
     return tiny("training.seq_len=64", *overrides)
 
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import yaml
@@ -176,7 +175,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(path)], check=True)
 
 
-def fill(path: Path) -> None:
+def fill(path):
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
         while True:
             file.write(b"0" * 4096)
@@ -197,7 +196,7 @@ def test_a_full_disk(small_disk, job, capsys):
     )
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder, *arguments):
     who = ("-c", "user.name=A", "-c", "user.email=a@b.c")
     subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
 

@@ -6,12 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import processes
-from scheduler import Scheduler
 
 TINY = (
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "data.mask_fraction=0.3"),
@@ -30,7 +27,7 @@ ON_SLURM = (
 )
 
 
-def misbehaving(how: str) -> str:
+def misbehaving(how):
     """Return the environment of ranks that misbehave as patch/sitecustomize.py says."""
     patch = f"PYTHONPATH:'{Path(__file__).parent / 'patch'}',TEST_PATCH:{how}"
     return f"cluster.env={{{ENVIRONMENT},{patch},WANDB_MODE:disabled}}"
@@ -50,10 +47,10 @@ class Commands:
         checkout: working folder; if it has the code, the code is imported from there.
     """
 
-    def __init__(self, slurm: Scheduler, home: Path, checkout: Path | None = None) -> None:
+    def __init__(self, slurm, home, checkout=None):
         self.slurm, self.home, self.checkout = slurm, home, checkout
 
-    def start(self, verb: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, verb, *arguments, **environment):
         """Start ``python -m harness.<verb>``."""
         return subprocess.Popen(
             [sys.executable, "-m", "harness", verb, *arguments],
@@ -65,7 +62,7 @@ class Commands:
             text=True,
         )
 
-    def run(self, verb: str, *arguments: str, code: int = 0, **environment: str) -> str:
+    def run(self, verb, *arguments, code=0, **environment):
         """Run a command to its end; return its output, stderr first."""
         process = self.start(verb, *arguments, **environment)
         out, err = process.communicate(timeout=COMMAND_SECONDS)
@@ -74,26 +71,26 @@ class Commands:
         )
         return err + out
 
-    def train(self, *overrides: str, code: int = 0, **environment: str) -> str:
+    def train(self, *overrides, code=0, **environment):
         """Train a tiny model."""
         return self.run(
             "train", *TINY, f"runs_dir={self.home}", *overrides, code=code, **environment
         )
 
-    def job(self, name: str, *overrides: str, patch: str = "") -> Path:
+    def job(self, name, *overrides, patch=""):
         """Submit a job; return its run folder."""
         own = (*ON_SLURM[:-1], misbehaving(patch)) if patch else ON_SLURM
         self.train(f"name={name}", *own, *overrides)
         return self.only_run(name)
 
-    def only_run(self, name: str) -> Path:
+    def only_run(self, name):
         """The run folder of the only job of a name."""
         found = [path.parent for path in (self.home / name).glob("[0-9a-f]*/job.json")]
         assert len(found) == 1, found
         return found[0]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path):
     """A JSON file; empty if it is not there yet."""
     try:
         return dict(json.loads(path.read_text()))
@@ -101,38 +98,38 @@ def read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
+def losses(run):
     """Return the losses of a run."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
-def logs_of(run: Path) -> str:
+def logs_of(run):
     """All output of a run, for the message of a failing test."""
     files = [*run.glob("slurm/*.out"), *run.glob("logs/*"), *run.glob("attempts/*/logs/*")]
     return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = COMMAND_SECONDS) -> Any:
+def until(condition, what, seconds=COMMAND_SECONDS):
     return processes.until(condition, seconds, what)
 
 
-def job_of(run: Path) -> str:
+def job_of(run):
     """The SLURM job id of a run."""
     return str(until(lambda: read(run / "slurm" / "job.json").get("job_id"), "a job id"))
 
 
-def restarts_of(run: Path) -> int:
+def restarts_of(run):
     return int(read(run / "slurm" / "job.json").get("restarts", 0))
 
 
-def facts_of(slurm: Scheduler, run: Path) -> dict[str, str]:
+def facts_of(slurm, run):
     """What scontrol shows of the job."""
     said = slurm.run("scontrol", "show", "job", "--oneliner", job_of(run)).split()
     return dict(part.split("=", 1) for part in said if "=" in part)
 
 
-def nodes_in(slurm: Scheduler, listed: str) -> list[str]:
+def nodes_in(slurm, listed):
     """Names of a list of nodes."""
     return [
         each
@@ -141,14 +138,14 @@ def nodes_in(slurm: Scheduler, listed: str) -> list[str]:
     ]
 
 
-def step_of(run: Path) -> int:
+def step_of(run):
     try:
         return losses(run)[-1][0]
     except (FileNotFoundError, IndexError, ValueError):
         return 0
 
 
-def until_done(run: Path, seconds: float = 240) -> None:
+def until_done(run, seconds=240):
     until(
         lambda: read(run / "status.json").get("state") in ("completed", "failed"),
         f"{run} to end",

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from processes import until
@@ -59,19 +58,19 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing_programs() -> list[str]:
+def missing_programs():
     """Return SLURM's programs that are not installed."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _processes_with(*variables: str) -> Iterator[Path]:
+def _processes_with(*variables):
     """The folders in /proc of processes that have these variables in their environment."""
     wanted = {each.encode() for each in variables}
     for entry in Path("/proc").iterdir():
@@ -89,13 +88,13 @@ class Scheduler:
         folder: folder for configuration, state and logs. Its path must be short: it has munge's socket.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         # Stored, because a test that runs meanwhile may put its own commands first in $PATH.
         self._path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Scheduler:
+    def __enter__(self):
         try:
             self._configure()
             self._start_munge()
@@ -108,7 +107,7 @@ class Scheduler:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for name in sorted(self._daemons, key=lambda each: each in ("slurmctld", "munged")):
             self._end(name)
         # Processes of a failed test outlive the daemons; their environment names our configuration.
@@ -117,23 +116,23 @@ class Scheduler:
                 os.kill(int(entry.name), signal.SIGKILL)
 
     @property
-    def configuration(self) -> Path:
+    def configuration(self):
         return self.folder / "slurm.conf"
 
     @property
-    def nodes(self) -> list[str]:
+    def nodes(self):
         return [f"node{number}" for number in range(1, NODES + 1)]
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """Environment variables for clients."""
         return {"SLURM_CONF": str(self.configuration), "PATH": self._path}
 
-    def start_node(self, node: str) -> None:
+    def start_node(self, node):
         """Start the daemon of a node."""
         self._start(node, "slurmd", "-D", "-f", str(self.configuration), "-N", node)
 
-    def kill_node(self, node: str, job: str) -> None:
+    def kill_node(self, node, job):
         """Kill the daemon of a node and a job's processes there: connections are reset."""
         daemon = self._daemons.pop(node)
         daemon.kill()
@@ -150,7 +149,7 @@ class Scheduler:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(each.name), signal.SIGKILL)
 
-    def run(self, *command: str) -> str:
+    def run(self, *command):
         """Return the output of a client command."""
         done = subprocess.run(
             command,
@@ -162,7 +161,7 @@ class Scheduler:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
-    def wait_for_up(self) -> None:
+    def wait_for_up(self):
         """Wait until all nodes accept jobs."""
         until(
             lambda: self._up() == NODES,
@@ -170,14 +169,14 @@ class Scheduler:
             f"four nodes that are up; logs in {self.folder}",
         )
 
-    def _up(self) -> int:
+    def _up(self):
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             # The state of a node that does not answer ends in a star.
             states = self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
             return sum(state in ("idle", "mixed", "allocated", "completing") for state in states)
         return 0
 
-    def _configure(self) -> None:
+    def _configure(self):
         host = socket.gethostname()
         for name in ("state", "spool", "log"):
             (self.folder / name).mkdir(parents=True)
@@ -195,7 +194,7 @@ class Scheduler:
         )
         self.configuration.write_text(CONFIGURATION.format(nodes=nodes, **names))
 
-    def _start_munge(self) -> None:
+    def _start_munge(self):
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -213,7 +212,7 @@ class Scheduler:
         )
         until((self.folder / "munge.sock").exists, START_SECONDS, "munged")
 
-    def _start(self, name: str, *command: str) -> None:
+    def _start(self, name, *command):
         path = shutil.which(command[0], path=self.environment["PATH"])
         assert path is not None, f"{command[0]} is not installed"
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
@@ -221,7 +220,7 @@ class Scheduler:
                 [path, *command[1:]], stdout=log, stderr=log, env={**os.environ, **self.environment}
             )
 
-    def _end(self, name: str) -> None:
+    def _end(self, name):
         daemon = self._daemons[name]
         if daemon.poll() is None:
             daemon.send_signal(signal.SIGTERM)

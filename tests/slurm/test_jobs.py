@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,7 +115,7 @@ LONG = (
 )
 
 
-def move_a_job(commands: Commands) -> Path:
+def move_a_job(commands):
     """Tells a job to make place three times, once because its time is up; returns its run.
 
     Beside it runs the same one here, which is left alone.
@@ -135,13 +134,13 @@ def move_a_job(commands: Commands) -> Path:
     run = commands.job("moved", *LONG, *own_node, patch="slow")
     job = job_of(run)
 
-    def after_some_steps(act: Callable[[], object]) -> None:
+    def after_some_steps(act):
         began, seen = step_of(run), restarts_of(run)
         until(lambda: step_of(run) > began + 2, "some steps")
         act()
         until(lambda: restarts_of(run) > seen, "the job to be started again")
 
-    def shorten_limit() -> None:
+    def shorten_limit():
         # SLURM checks limits every 30 s, may signal up to 30 s early, and must check before the end.
         said = re.search(r"RunTime=(\d+):(\d+):(\d+)", slurm.run("scontrol", "show", "job", job))
         assert said is not None

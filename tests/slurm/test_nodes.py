@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from commands import (
@@ -20,7 +19,6 @@ from commands import (
     until,
     until_done,
 )
-from scheduler import Scheduler
 
 STEPS = 200
 
@@ -48,14 +46,14 @@ def survivor(slurm, run):
         yield pool.submit(take_nodes_away, slurm, run)
 
 
-def take_nodes_away(slurm: Scheduler, run: Path) -> None:
-    def until_requeued(times: int) -> None:
+def take_nodes_away(slurm, run):
+    def until_requeued(times):
         until(lambda: facts_of(slurm, run)["Restarts"] == str(times), "the job to be requeued")
 
-    def until_started(times: int) -> None:
+    def until_started(times):
         until(lambda: restarts_of(run) == times, "it to be started again")
 
-    def last_node() -> str:
+    def last_node():
         return nodes_in(slurm, facts_of(slurm, run)["NodeList"])[-1]
 
     down = last_node()

@@ -6,7 +6,6 @@ import csv
 import json
 import signal
 from ast import literal_eval
-from pathlib import Path
 
 import optuna
 import pytest
@@ -31,7 +30,7 @@ def commands(slurm, tmp_path_factory):
     return Commands(slurm, tmp_path_factory.mktemp("sweep"))
 
 
-def table(home: Path) -> dict[str, dict[str, str]]:
+def table(home):
     """The rows of the report's table by overrides of the axes, without skipped points."""
     table = csv.DictReader((home / "report" / "table.csv").open())
     typed = {row["overrides"]: row for row in table if row["state"] != "skipped"}
@@ -41,7 +40,7 @@ def table(home: Path) -> dict[str, dict[str, str]]:
     }
 
 
-def results(home: Path) -> dict[str, tuple[Path, dict[str, object]]]:
+def results(home):
     """Run folders and rows by overrides of the axes."""
     rows = [json.loads(line) for line in (home / "sweep.jsonl").read_text().splitlines()]
     points = [row for row in rows if "point" in row]
@@ -56,7 +55,7 @@ def results(home: Path) -> dict[str, tuple[Path, dict[str, object]]]:
 AXIS_STARTS = ("parallelism={", "training.seed=")
 
 
-def start_and_kill(commands: Commands, arguments: tuple[str, ...]) -> str:
+def start_and_kill(commands, arguments):
     """Start the sweep, and kill its controller as soon as one array of three is submitted."""
     controller = commands.start("train", *arguments)
     assert controller.stderr is not None

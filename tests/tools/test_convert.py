@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -26,7 +25,6 @@ from harness.checkpoint.catalog import CheckpointFolder, encode_manifest, open_c
 from harness.checkpoint.storage import HashingStream, Writer
 from harness.compose.verb import guarded
 from harness.config.data import TokenizerConfig
-from harness.config.model import ModelConfig
 from harness.contrib.formats.torchtitan import read_torchtitan
 from harness.model.spec import parameter_shapes, tensor_shapes
 from harness.tools.convert import VERB, model_manifest
@@ -51,7 +49,7 @@ Weights = dict[str, Tensor]
 Capture = pytest.CaptureFixture[str]
 
 
-def transformer(model: ModelConfig) -> Any:
+def transformer(model):
     """transformers' Llama with random weights; equal values would hide swapped norms."""
     torch.manual_seed(1)
     plain = hf_config(model, dtype="float32", bos_id=None, eos_id=None)
@@ -63,7 +61,7 @@ def transformer(model: ModelConfig) -> Any:
     return network
 
 
-def ours(network: Any, model: ModelConfig) -> Weights:
+def ours(network, model):
     theirs = network.state_dict()
     return {
         name: theirs[piece.theirs].detach().clone() for name, [piece] in our_tensors(model).items()
@@ -93,12 +91,12 @@ def copy(theirs, tmp_path):
 RECORDED = {"name": "x", "training": {"steps": 3}, "parallelism": {}}
 
 
-def read_dcp(path: Path, model: ModelConfig) -> DistributedSource:
+def read_dcp(path, model):
     checkpoint = open_checkpoint(str(path))
     return DistributedSource(checkpoint.path, checkpoint.manifest, model)
 
 
-def save_training(folder: Path, step: int, weights: Weights, model: ModelConfig) -> Path:
+def save_training(folder, step, weights, model):
     """A checkpoint as written by training."""
     state = {
         **weights,
@@ -121,7 +119,7 @@ def save_training(folder: Path, step: int, weights: Weights, model: ModelConfig)
     return path
 
 
-def write_source(format: str, folder: Path, weights: Weights, model: ModelConfig) -> None:
+def write_source(format, folder, weights, model):
     """Write weights as their own software does; ``foreign`` is DCP as of torchtitan, with an optimizer."""
     if format == "hf":
         write_huggingface(Held(weights), model, None, folder)
@@ -142,7 +140,7 @@ def write_source(format: str, folder: Path, weights: Weights, model: ModelConfig
         dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=folder, no_dist=True)
 
 
-def read_target(format: str, path: Path, model: ModelConfig) -> Any:
+def read_target(format, path, model):
     if format == "torch":
         state = torch.load(path, weights_only=True)
         return {name: state[name] for name in parameter_shapes(model)}
@@ -366,13 +364,13 @@ def test_one_file_wins_over_an_index_beside_it(copy, tmp_path, stale):
     require_same(read_dcp(tmp_path / "out", MODEL), ours(network, MODEL))
 
 
-def flip(file: Path, at: int) -> None:
+def flip(file, at):
     content = bytearray(file.read_bytes())
     content[at] ^= 1
     file.write_bytes(content)
 
 
-def cut(file: Path) -> None:
+def cut(file):
     file.write_bytes(file.read_bytes()[:-8])
 
 
@@ -464,7 +462,7 @@ def test_existing_targets(copy, tmp_path):
         run(copy, file / "step-0", *TINY)
 
 
-def command(source: Path, target: Path, *typed: str) -> int:
+def command(source, target, *typed):
     """Run the command in this process; return its exit code."""
     return guarded(
         lambda: VERB.run_line(
@@ -501,7 +499,7 @@ def test_an_end_from_outside(theirs, tmp_path, monkeypatch):
         signal.getsignal(signal.SIGTERM),
     )
 
-    def end(self: Any, argument: Any) -> Any:
+    def end(self, argument):
         if next(count) == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, argument)

@@ -14,7 +14,7 @@ from harness.util.errors import EXIT_OK, EXIT_USER
 Capture = pytest.CaptureFixture[str]
 
 
-def rows(capsys: Capture, *arguments: str) -> tuple[int, dict[str, tuple[str, str, str]]]:
+def rows(capsys, *arguments):
     """The exit code, and by check: what was found, the verdict and the advice."""
     code = guarded(lambda: doctor.VERB.run_line([*arguments, "--json"]))
     checks = json.loads(capsys.readouterr().out)["checks"]
@@ -40,7 +40,7 @@ def test_a_machine_without_a_gpu_trains_on_the_cpu(capsys, monkeypatch):
         assert (code, found["compiler"][:2]) == (expected, ("RuntimeError: no g++", verdict))
 
 
-def _fails(_: object) -> None:
+def _fails(_):
     raise RuntimeError("no g++")
 
 

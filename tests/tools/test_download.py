@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import python
@@ -77,12 +76,12 @@ def hub(server, monkeypatch, tmp_path):
     return server
 
 
-def run(*overrides: str) -> None:
+def run(*overrides):
     job = compose_job(overrides, config_name="download", schema=DownloadJob)
     assert download(job, list(overrides)) == EXIT_OK
 
 
-def refused(*overrides: str, kind: type[Exception] = UserError) -> str:
+def refused(*overrides, kind=UserError):
     with pytest.raises(kind) as caught:
         run(*overrides)
     assert "\n" not in str(caught.value)
@@ -134,7 +133,7 @@ def test_files_that_are_there(hub, tmp_path):
 
 def test_no_space(hub, monkeypatch):
 
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def fail(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
@@ -201,7 +200,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def test_files_of_each_kind():
 
-    def chosen(what: Any, *listed: str) -> list[str]:
+    def chosen(what, *listed):
         return choose(DownloadJob("a/b", what), list(listed))
 
     assert chosen("weights", "model.safetensors", "adapter.safetensors") == ["model.safetensors"]

@@ -23,20 +23,20 @@ Capture = pytest.CaptureFixture[str]
 MANIFEST = {"step": 4, "holds": "model", "state": {}, "options": {}}
 
 
-def write(folder: Path, step: int) -> Path:
+def write(folder, step):
     path = folder / f"step-{step}"
     state = {"a": torch.arange(1000.0), "b": torch.ones(1000)}
     dcp.save(state, storage_writer=Writer(str(path), {**MANIFEST, "step": step}), no_dist=True)
     return path
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path, offset):
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
 
 
-def run(*arguments: object) -> int:
+def run(*arguments):
     return guarded(lambda: VERB.run_line([*map(str, arguments)]))
 
 

@@ -11,7 +11,6 @@ from waits import waits
 
 from harness.checkpoint.optimizer_state import optimizer_state
 from harness.checkpoint.state import model_state
-from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX, Batch
 from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
@@ -24,11 +23,11 @@ SMALL = ("training.steps=10", "training.seq_len=32", "training.global_batch_size
 CPU = torch.device("cpu")
 
 
-def job_of(*overrides: str) -> Job:
+def job_of(*overrides):
     return tiny(*SMALL, *overrides)
 
 
-def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
+def batch_of(engine, labels_per_row):
     """This rank's rows of a global batch whose row i has ``labels_per_row[i]`` valid labels."""
     whole = random_batch(4, 32)
     for row, count in enumerate(labels_per_row):
@@ -37,7 +36,7 @@ def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
     return Batch(whole.inputs_BT[rows], whole.labels_BT[rows])
 
 
-def outcome_of(job: Job, labels_per_row: list[int]) -> StepOutcome:
+def outcome_of(job, labels_per_row):
     engine = Engine(job, CPU)
     return engine.gradients(batch_of(engine, labels_per_row))
 
@@ -45,7 +44,7 @@ def outcome_of(job: Job, labels_per_row: list[int]) -> StepOutcome:
 COUNTS = [3, 32, 10, 1], [32, 5, 9, 30]
 
 
-def measured(job: Job) -> tuple[list[float], tuple[int, int], float | None, int, float]:
+def measured(job):
     """Train, evaluate and train again.
 
     Returns:
@@ -94,7 +93,7 @@ def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient(pool):
     assert outcome.local_loss is None
 
 
-def stop_requested_on(job: Job, rank: int) -> bool:
+def stop_requested_on(job, rank):
     engine = Engine(job, CPU)
     batch = batch_of(engine, [32] * 4)
     assert not engine.gradients(batch).stop_requested
@@ -105,7 +104,7 @@ def test_one_rank_asked_to_stop_stops_all(pool):
     assert pool.run(4, stop_requested_on, job_of("parallelism=fsdp_pp"), 3) == [True] * 4
 
 
-def finite_after_spoiling(job: Job, rank: int) -> bool:
+def finite_after_spoiling(job, rank):
     engine = Engine(job, CPU)
     if dist.get_rank() == rank:
         with torch.no_grad():
@@ -134,10 +133,10 @@ def test_a_sum_that_is_not_finite_makes_the_step_so(sums):
         assert outcome.is_finite is is_finite
 
 
-def changed_by_an_update(job: Job, spoilt: bool) -> tuple[set[str], int]:
+def changed_by_an_update(job, spoilt):
     """Names of weights and optimizer state that a second update changes, and the steps of the schedule."""
 
-    def state() -> dict[str, torch.Tensor]:
+    def state():
         tensors = {**model_state(engine), **optimizer_state(engine)}
         return {name: getattr(t, "_local_tensor", t).clone() for name, t in tensors.items()}
 
@@ -217,7 +216,7 @@ def test_squares_of_offloaded_parameters_are_copied_without_waiting(monkeypatch)
     assert len(pinned) == 1
 
 
-def clipped_norm(job: Job, max_norm: float) -> tuple[float, float]:
+def clipped_norm(job, max_norm):
     engine = Engine(job, CPU)
     before = engine.gradients(batch_of(engine, COUNTS[1])).grad_norm
     clip_gradients(engine.parameters, before, max_norm)
@@ -254,7 +253,7 @@ def test_resharding_default_depends_on_the_pipeline():
         assert job.parallelism.reshards_after_forward == reshards
 
 
-def updated(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+def updated(job):
     """Weights after two steps of the engine, and of torch's own clip and AdamW; norms of the steps."""
     engine = Engine(job, CPU)
     copies = {name: weight.detach().clone() for name, weight in engine.named_parameters()}

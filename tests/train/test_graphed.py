@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,11 +27,11 @@ class StandIn:
 
     graph: Any = None
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], pool: Any, stream: Any) -> None:
+    def __init__(self, function, pool, stream):
         self.function = function
         self.inputs: list[Tensor | None] = []
 
-    def __call__(self, *values: Tensor | float | None) -> tuple[Tensor, ...]:
+    def __call__(self, *values):
         if not self.inputs:
             self.inputs = [
                 None if value is None else torch.as_tensor(value).clone() for value in values
@@ -43,7 +42,7 @@ class StandIn:
         return self.function(*self.inputs)
 
 
-def losses_of(engine: Engine) -> list[float]:
+def losses_of(engine):
     losses = []
     for step in range(4):
         batch = random_batch(4, 32, step)
@@ -53,7 +52,7 @@ def losses_of(engine: Engine) -> list[float]:
     return losses
 
 
-def losses_of_both() -> tuple[list[float], list[float], list[bool], list[bool]]:
+def losses_of_both():
     """Losses and norms of both engines, and whether gradients are left without a graph and with one."""
     job = tiny(*SMALL)
     plain = losses_of(Engine(job, CPU))

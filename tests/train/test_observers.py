@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -15,12 +14,11 @@ import pytest
 import torch
 from processes import until
 
-from harness.config.job import Job
 from harness.config.training import OBSERVERS
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
-from harness.train.observer import Observer, Row
+from harness.train.observer import Observer
 from harness.train.observers import flight_recorder
 from harness.train.setup import process_group
 from harness.train.trainer import Trainer
@@ -52,12 +50,12 @@ def documents(tmp_path):
     ]
 
 
-def numbers(job: Job, folder: str, watched: bool) -> tuple[list[tuple[float, float]], int]:
+def numbers(job, folder, watched):
     """Loss and gradient norm of each step, and the number of observers."""
     engine = Engine(job, torch.device("cpu"))
     passes, found = engine.gradients, []
 
-    def gradients(batch: object, **others: object) -> object:
+    def gradients(batch, **others):
         found.append(passes(batch, **others))
         return found[-1]
 
@@ -89,22 +87,22 @@ class Sums(Observer):
     maxima = ("sums.largest",)
     calls: ClassVar[list[tuple[str, int | str]]] = []
 
-    def start(self) -> None:
+    def start(self):
         self.calls.append(("start", self.run.progress.step))
 
-    def begin_step(self, step: int) -> list[float]:
+    def begin_step(self, step):
         self.calls.append(("begin_step", step))
         return [1.0, float(step)]
 
-    def end_step(self, step: int, sums: Sequence[float]) -> Row:
+    def end_step(self, step, sums):
         self.calls.append(("end_step", step))
         return {"sums.ranks": sums[0], "sums.largest": sums[1]}
 
-    def log(self, row: Row, own: Row) -> None:
+    def log(self, row, own):
         self.calls.append(("log", row["step"]))
         own["sums.own"] = row["sums.ranks"]
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error):
         self.calls.append(("close", str(error)))
 
 

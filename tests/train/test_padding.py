@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ compiled: model=deepseek_v3_debug compile=on compile.backend=aot_eager
 """)
 
 
-def batch_of(rows: int, length: int) -> Batch:
+def batch_of(rows, length):
     """Two conversations in the first of some rows."""
     tokens = torch.randint(0, 256, (sum(LENGTHS) + 1,), generator=torch.Generator().manual_seed(0))
     columns = [torch.full((rows, length), value) for value in (7, IGNORE_INDEX, PADDING)]
@@ -41,7 +40,7 @@ def batch_of(rows: int, length: int) -> Batch:
     return Batch(*columns)
 
 
-def stepped(rows: int, length: int, *overrides: str) -> tuple[float, int, dict[str, torch.Tensor]]:
+def stepped(rows, length, *overrides):
     """The loss and tokens of a step, and its gradients, loads and biases."""
     job = tiny(f"training.seq_len={length}", f"training.global_batch_size={rows}", *overrides)
     with process_group(job, CPU):
@@ -84,7 +83,7 @@ def conversations(tmp_path_factory):
     return file
 
 
-def chat(file: Path) -> list[str]:
+def chat(file):
     data = ["data=chat", f"data.paths=[{file}]", "data.chat_template=plain", "model.vocab_size=258"]
     return [*data, f"data.cache_dir={file.parent}", "data.validation_fraction=0"]
 

@@ -177,7 +177,7 @@ def apart(monkeypatch):
     monkeypatch.setattr(process, "SAME_KEY_PRESS_SECONDS", 0.0)
 
 
-def send(*numbers: int) -> None:
+def send(*numbers):
     for number in numbers:
         os.kill(os.getpid(), number)
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from jobs import batches_of, tiny
 from processes import is_alive, python, until
 
-from harness.config.job import Job
 from harness.data.cache import cache_folder
 from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
@@ -123,7 +122,7 @@ def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(folder, job, st
 TIMEOUT_SECONDS, BUILDING_SECONDS = 0.5, 1.0
 
 
-def wait_twice() -> list[tuple[float, float]]:
+def wait_twice():
     """Return when this rank entered and left each of two waits; rank 0 enters both late."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
     times = []
@@ -144,7 +143,7 @@ def test_ranks_wait_for_a_builder_longer_than_for_a_collective(pool):
         assert all(left > entered for _, left in (rank[wait] for rank in ranks))
 
 
-def load_while_another_builds(job: Job) -> float:
+def load_while_another_builds(job):
     """Build the loader of a job whose token cache another process builds; return when it is there."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
     batches_of(job, range(2))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import jobs
 import pytest
@@ -14,7 +12,6 @@ from jobs import batches_of, plain_losses
 from waits import waits
 
 from harness.checkpoint.catalog import CheckpointFolder
-from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX, Batch
 from harness.parallelism.loss import TokenLoss
 from harness.train.engine import Engine
@@ -31,11 +28,11 @@ MIXTURE = (
 )
 
 
-def job_of(*overrides: str) -> Job:
+def job_of(*overrides):
     return jobs.tiny(*SMALL, *MIXTURE, *overrides)
 
 
-def losses_of(job: Job) -> dict[str, Any]:
+def losses_of(job):
     """Losses and tokens of the sources in a step and in an evaluation of the first global batch."""
     engine = Engine(job, torch.device("cpu"))
     batch = batches_of(job, engine.rows).next()
@@ -50,7 +47,7 @@ def losses_of(job: Job) -> dict[str, Any]:
     }
 
 
-def shared_loss(found: dict[str, Any]) -> float:
+def shared_loss(found):
     losses, tokens = found["step"]
     return sum((each or 0.0) * count for each, count in zip(losses, tokens, strict=True)) / sum(
         tokens
@@ -115,7 +112,7 @@ def test_the_host_does_not_wait_for_losses_of_sources():
     assert found == []
 
 
-def train(tmp_path: Path, *overrides: str) -> jobs.Run:
+def train(tmp_path, *overrides):
     return jobs.train(tmp_path, *SMALL, *MIXTURE, "training.steps=6", *overrides)
 
 

@@ -32,7 +32,7 @@ recomputed: model=llama3_tiny activation_checkpoint=full
 """)
 
 
-def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch.Tensor]]:
+def gradients(engine, rows, length):
     loss = engine.gradients(random_batch(rows, length, rows)).loss
     found = [
         parameter.grad.clone() for parameter in engine.parameters if parameter.grad is not None

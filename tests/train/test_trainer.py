@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from harness.compose.composer import compose_points
-from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX
 from harness.launch.begin import begin
 from harness.launch.local import launch
@@ -32,7 +31,7 @@ from harness.util.errors import EXIT_NON_FINITE, DataError, NonFiniteError
 SMALL = ("training.steps=6", "training.seq_len=32", "training.global_batch_size=4")
 
 
-def run(tmp_path: Path, *overrides: str) -> jobs.Run:
+def run(tmp_path, *overrides):
     return jobs.train(tmp_path, *SMALL, *overrides)
 
 
@@ -188,7 +187,7 @@ def test_rows_are_written_when_the_next_step_is_launched(
     assert " ".join(order) == expected
 
 
-def recorded_order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def recorded_order(monkeypatch):
     """What a run does from now on: it launches passes, and writes rows by their steps and validations."""
     order: list[str] = []
     gradients, log = Engine.gradients, Recorder.log
@@ -333,7 +332,7 @@ def no_anomaly_mode_is_left():
     torch.autograd.set_detect_anomaly(False)
 
 
-def poisoned(job: Job, run_dir: str, name: str) -> None:
+def poisoned(job, run_dir, name):
     """Train with one element of one weight set to NaN on the ranks that hold its first row."""
     engine = Engine(job, torch.device("cpu"))
     with torch.no_grad():
@@ -343,7 +342,7 @@ def poisoned(job: Job, run_dir: str, name: str) -> None:
     Trainer(job, RunFolder(Path(run_dir)), engine, None, time.monotonic()).train()
 
 
-def error_of(job: Job, run_dir: str, name: str) -> str:
+def error_of(job, run_dir, name):
     try:
         poisoned(job, run_dir, name)
     except NonFiniteError as error:

@@ -10,7 +10,7 @@ from harness.util.errors import UserError
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def set_environment(patch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def set_environment(patch, variables):
     for name in (*COMPLETE, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         patch.delenv(name, raising=False)
     for name, value in variables.items():

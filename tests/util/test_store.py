@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from processes import PATIENCE
@@ -13,12 +12,12 @@ from harness.util import store
 from harness.util.store import HEARTBEAT, LOCK, only_builder
 
 
-def never() -> bool:
+def never():
     return False
 
 
-def build_in_thread(folder: Path, built: list[str]) -> threading.Thread:
-    def build() -> None:
+def build_in_thread(folder, built):
+    def build():
         with only_builder(folder, lambda: bool(built)) as building:
             if building is not None:
                 built.append("second")

@@ -69,18 +69,18 @@ def test_csv_has_the_values():
 class Tags(HTMLParser):
     """Check that tags are closed, and collect links."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.open: list[str] = []
         self.links: list[str | None] = []
         self.feed(text)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.open += [tag] if tag not in ("meta", "img") else []
         self.links += [value for name, value in attrs if name in ("href", "src")]
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 

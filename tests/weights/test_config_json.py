@@ -7,7 +7,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from families_table import CASES, MODELS, RELEASED_CONFIGS, shipped
 from one_line import one_line
 from test_families import as_stored
 
-from harness.config.model import FAMILIES, ModelConfig
+from harness.config.model import FAMILIES
 from harness.model.rope import rope_table
 from harness.util.errors import UserError
 from harness.weights.config_json import check_hf_config, hf_config, model_from_config
@@ -33,7 +32,7 @@ LLAMA = RELEASED_CONFIGS["llama3_8b"]
 SCALING = LLAMA["rope_scaling"]
 
 
-def content_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+def content_of(config, dtype="float32"):
     return hf_config(config, dtype=dtype, bos_id=1, eos_id=None)
 
 
@@ -88,7 +87,7 @@ def test_the_new_form_of_a_released_file_is_read():
         check_hf_config(shipped("llama3_8b"), {**new, "rope_parameters": SCALING})
 
 
-def scaled(name: str, changed: dict[str, Any]) -> dict[str, Any]:
+def scaled(name, changed):
     return {"rope_scaling": {**RELEASED_CONFIGS[name]["rope_scaling"], **changed}}
 
 

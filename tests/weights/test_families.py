@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +27,9 @@ from families_table import (
 from held import Held
 from one_line import one_line
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.config.model import FAMILIES, ModelConfig
+from harness.config.model import FAMILIES
 from harness.model.decoder import Decoder
 from harness.model.spec import is_buffer, parameter_shapes, tensor_shapes
 from harness.util.errors import ConfigError, UserError
@@ -92,7 +90,7 @@ def test_logits_and_gradients(pair):
     assert compared == len(own) == len({id(p) for p in model.parameters()})
 
 
-def as_stored(theirs: dict[str, Tensor], family: str = "") -> dict[str, Tensor]:
+def as_stored(theirs, family=""):
     """Tensors of transformers' modules, which stack and fuse experts that its files keep one by one."""
     if family == "mixtral":
         return {_of_mixtral(name): tensor for name, tensor in as_stored(theirs).items()}
@@ -110,14 +108,14 @@ def as_stored(theirs: dict[str, Tensor], family: str = "") -> dict[str, Tensor]:
     return stored
 
 
-def _of_mixtral(name: str) -> str:
+def _of_mixtral(name):
     """The name in Mixtral's files of a tensor that other mixtures have too."""
     for theirs, own in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
         name = re.sub(rf"mlp\.experts\.(\d+)\.{theirs}", rf"mlp.experts.\1.{own}", name)
     return re.sub(r"\.mlp\.(experts|gate)\.", r".block_sparse_moe.\1.", name)
 
 
-def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def from_theirs(model, theirs):
     """All our tensors, made from theirs in memory."""
     shapes = tensor_shapes(model)
     for name, pieces in our_tensors(model).items():
@@ -171,7 +169,7 @@ def test_every_field_is_compared(case):
 # -- conversions ----
 
 
-def random_tensors(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def random_tensors(model, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(5)
     return {
         name: torch.randn(shape, generator=generator).to(
@@ -181,7 +179,7 @@ def random_tensors(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> d
     }
 
 
-def write(folder: Path, tensors: dict[str, Tensor], model: ModelConfig) -> None:
+def write(folder, tensors, model):
     write_huggingface(Held(tensors), model, None, folder)
 
 
@@ -253,7 +251,7 @@ def test_parts_of_tensors(case, tmp_path):
     require_parts(source, tensors)
 
 
-def require_parts(source: HuggingFaceSource, tensors: dict[str, Tensor]) -> None:
+def require_parts(source, tensors):
     """Fail unless parts of tensors are read as they are."""
     for name, tensor in tensors.items():
         for cut in (range(1), range(1, 3), range(2, 2)):
@@ -303,14 +301,12 @@ def test_balancing_biases_are_never_cast(tmp_path):
 # -- files with more than the text model, or less ----
 
 
-def change_config(folder: Path, change: Any) -> None:
+def change_config(folder, change):
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(change(content)))
 
 
-def written(
-    folder: Path, case: str
-) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor], Path]:
+def written(folder, case):
     """A folder with random weights: the model, our tensors, theirs, and the file that has them."""
     model = CONVERTED[case]
     tensors = random_tensors(model)

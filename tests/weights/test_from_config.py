@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from families_table import CASES, RELEASED_CONFIGS, shipped
 from one_line import one_line
 
 from harness.compose.composer import Composer, compose_job, compose_points
-from harness.config.model import ModelConfig
 from harness.util.errors import ConfigError, UserError
 from harness.weights.config_json import check_hf_config, hf_config, model_from_config, relevant
 
@@ -21,12 +18,12 @@ from harness.weights.config_json import check_hf_config, hf_config, model_from_c
 UNSAID = {"embedding_std", "moe.balance_coeff", "moe.force_balance", "mtp.loss_weight"}
 
 
-def write(folder: Path, content: Any) -> str:
+def write(folder, content):
     (folder / "config.json").write_text(json.dumps(content))
     return str(folder)
 
 
-def meant(model: ModelConfig) -> dict[str, object]:
+def meant(model):
     return {name: value for name, value in relevant(model) if name not in UNSAID}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +32,13 @@ E4M3 = torch.float8_e4m3fn
 PARTIAL = (24, 48)  # divides almost no dimension
 
 
-def written(folder: Path, model: ModelConfig) -> Path:
+def written(folder, model):
     """A folder with random weights that are not quantized."""
     write_huggingface(Held(tensors_of(random_model(model))), model, None, folder)
     return folder
 
 
-def require_read(folder: Path, model: ModelConfig, expected: dict[str, Tensor]) -> None:
+def require_read(folder, model, expected):
     """Fail unless the folder has the expected tensors, exactly, also in parts."""
     source = HuggingFaceSource(folder, model, torch.float32)
     ours = dict(from_theirs(model, expected))
@@ -78,7 +77,7 @@ def test_logits_are_those_of_transformers(case, tmp_path, monkeypatch):
     assert (logits - plain).abs().max() > 1e-2 * plain.abs().max()
 
 
-def power_of_two(scales: Tensor) -> Tensor:
+def power_of_two(scales):
     return scales.log2().ceil().exp2().to(torch.float8_e8m0fnu)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from one_line import one_line
 from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
-from harness.config.data import DataConfig
 from harness.config.training import Sizes
 from harness.contrib.flux.encode.verb import EncodeJob, encode
 from harness.contrib.flux.encode.writer import LatentWriter
@@ -46,15 +44,15 @@ def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def job_of(*typed: str) -> Any:
+def job_of(*typed):
     return compose_job([*UNITS, *typed], config_name="encode", schema=EncodeJob)
 
 
-def run(*typed: str) -> Any:
+def run(*typed):
     return encode(job_of(*typed), [*typed])
 
 
-def encoding(data: DataConfig, pictures: Any, reading: Reading) -> EncodingLoader:
+def encoding(data, pictures, reading):
     options = pictures_of(data)
     encoders = build_autoencoder(options, CPU), build_text_encoder(options, CPU)
     return EncodingLoader(pictures, reading, *encoders, runs_in_loop=False)
@@ -65,14 +63,14 @@ class Shuffled:
 
     num_per_epoch = 20
 
-    def __init__(self, data: DataConfig) -> None:
+    def __init__(self, data):
         self._drawn = open_pictures(data, "train", seed=42)
         self._order = EpochOrder(20, 3, shuffle=True)
 
-    def sample(self, number: int) -> tuple[np.ndarray, str]:
+    def sample(self, number):
         return self._drawn.sample(self._order.at(number))
 
-    def caption(self, number: int) -> str:
+    def caption(self, number):
         return self.sample(number)[1]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ def folder(tmp_path_factory):
     return save_encoders(tmp_path_factory.mktemp("flux"))
 
 
-def config_of(folder: Path, **changed: Any) -> PictureOptions:
+def config_of(folder, **changed):
     vae, t5, clip = (str(folder / name) for name in ("vae", "text_encoder_2", "text_encoder"))
     config = PictureOptions(
         autoencoder=vae, text="t5_clip", t5=t5, clip=clip, text_length=LENGTH, dtype="float32"
@@ -45,7 +44,7 @@ def config_of(folder: Path, **changed: Any) -> PictureOptions:
     return replace(config, **changed)
 
 
-def pipeline_of(folder: Path) -> Any:
+def pipeline_of(folder):
     """FluxPipeline with the encoders, and without a model."""
     return diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -85,7 +84,7 @@ def test_encoders_are_those_of_the_pipeline(folder):
     assert np.abs(written - shown * 255).max() <= 0.51  # rounded
 
 
-def encoded_shards(folder: str) -> tuple[list[torch.Tensor], int, int]:
+def encoded_shards(folder):
     config = config_of(Path(folder))
     encoder = build_text_encoder.__wrapped__(config, CPU, shard=True)
     blocks = encoder._models["t5"].encoder.block

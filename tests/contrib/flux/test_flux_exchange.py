@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from equal import assert_equal
 from held import Held
 from safetensors.torch import load_file
-from torch import Tensor
 
 from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
@@ -43,12 +41,12 @@ PUBLISHED = {"flux_schnell": 11_891_178_560, "flux_dev": 11_901_408_320}
 """Parameters of diffusers' model built with the config.json of each repository."""
 
 
-def small(guidance: bool) -> ModelConfig:
+def small(guidance):
     job = compose_job([*SMALL, f"model.options.guidance={str(guidance).lower()}"])
     return job.model
 
 
-def theirs(model: ModelConfig) -> torch.nn.Module:
+def theirs(model):
     """diffusers' model with random weights, also where it starts with zeros or ones."""
     flux = flux_of(model)
     torch.manual_seed(0)
@@ -69,17 +67,17 @@ def theirs(model: ModelConfig) -> torch.nn.Module:
     return built
 
 
-def ours(folder: Path, model: ModelConfig) -> Flux:
+def ours(folder, model):
     part = Flux(model, 25)
     source = open_source(find_source(str(folder)), model)
     part.load_state_dict({name: source.read(name) for name in source.tensors})
     return part
 
 
-def inputs(model: ModelConfig, grid: tuple[int, int], seed: int = 1) -> dict[str, Tensor]:
+def inputs(model, grid, seed=1):
     flux, generator = flux_of(model), torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(shape, generator=generator)
 
     return {

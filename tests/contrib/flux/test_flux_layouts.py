@@ -9,10 +9,9 @@ import pytest
 from layouts import layout, require_parity
 
 from harness.compose.composer import compose_job
-from harness.launch.pool import RankPool
 
 sys.path.append(str(Path(__file__).parents[2] / "checkpoint"))
-from resumable_runs import Outcome, train
+from resumable_runs import train
 from tiny_flux import SMALL
 
 GUIDED = (*SMALL, "model.options.guidance=true", "training.objective_options.caption_dropout=0.5")
@@ -26,9 +25,7 @@ def test_layouts_agree_with_one_process(pool, name):
     require_parity(pool, name, layout(name, *GUIDED))
 
 
-def run(
-    pool: RankPool, folder: Path, *overrides: str, stop_after: int | None = None
-) -> list[Outcome]:
+def run(pool, folder, *overrides, stop_after=None):
     job = compose_job([*GUIDED, f"runs_dir={folder}", *overrides])
     folder.mkdir(exist_ok=True)
     return pool.run(job.world_size, train, job.to_json(), str(folder), stop_after)

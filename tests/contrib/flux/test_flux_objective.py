@@ -27,7 +27,7 @@ from harness.util.errors import DataError
 FIXED = FlowConfig(base_shift=0.0, max_shift=0.0)
 
 
-def batch_of(numbers: list[int], std: float | None = None) -> ImageBatch:
+def batch_of(numbers, std=None):
     mean = torch.arange(float(len(numbers) * 16)).view(-1, 1, 4, 4)
     stds = None if std is None else torch.full_like(mean, std)
     text = torch.zeros(len(numbers), 3, 5)

@@ -57,7 +57,7 @@ TINY = (
 )
 
 
-def train(folder: Path, *typed: str) -> RunFolder:
+def train(folder, *typed):
     job = compose_job([*TINY, *typed, f"runs_dir={folder}"])
     run = RunFolder(job.run_dir)
     begin(run, job, [*typed])
@@ -68,7 +68,7 @@ def train(folder: Path, *typed: str) -> RunFolder:
     return run
 
 
-def pictures(run: Path, folder: Path, *typed: str) -> list[np.ndarray]:
+def pictures(run, folder, *typed):
     typed = (f"generate.checkpoint={run}", "model=from_config", "cluster.device=cpu", *typed)
     typed = (*typed, f"generate.options.output={folder}", "generate.options.steps=2")
     result = generate(compose_job([*typed], config_name="generate", schema=GenerateJob), [*typed])

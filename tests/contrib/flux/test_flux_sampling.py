@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ NOISE = (2, 4, 8, 8)
 STEPS = 5
 
 
-def scheduler(shifted: bool) -> Any:
+def scheduler(shifted):
     """The scheduler of FLUX.1-dev, or of FLUX.1-schnell (scheduler_config.json of the repositories)."""
     return diffusers.FlowMatchEulerDiscreteScheduler(
         shift=3.0 if shifted else 1.0,
@@ -68,7 +67,7 @@ def test_latents_are_those_of_the_pipeline(guidance, shifted, cfg, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def sampled(job_json: str) -> list[list[float]]:
+def sampled(job_json):
     """Sample on this rank with initial weights."""
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

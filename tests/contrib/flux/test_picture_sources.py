@@ -14,26 +14,26 @@ from PIL import Image
 
 from harness.config.data import DataConfig
 from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.contrib.flux.pictures.sources import RawSamples, decode, open_pictures
+from harness.contrib.flux.pictures.sources import decode, open_pictures
 from harness.util.errors import DataError
 
 NUMBER = 12
 
 
-def picture(number: int) -> Image.Image:
+def picture(number):
     """Twice as wide as high: the left half has the number's color, the right half is black."""
     pixels = np.zeros((16, 32, 3), np.uint8)
     pixels[:, :16] = 20 * number
     return Image.fromarray(pixels)
 
 
-def png(image: Image.Image) -> bytes:
+def png(image):
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
-def content(number: int) -> bytes:
+def content(number):
     return png(picture(number))
 
 
@@ -42,7 +42,7 @@ def in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write_files() -> DataConfig:
+def write_files():
     for number in range(NUMBER):
         Path(f"{number:02}.png").write_bytes(content(number))
         if number % 2:
@@ -52,7 +52,7 @@ def write_files() -> DataConfig:
     return DataConfig("pictures", paths=["*"])
 
 
-def write_tars() -> DataConfig:
+def write_tars():
     for shard in range(2):
         with tarfile.open(f"{shard}.tar", "w") as file:
             for number in range(shard * 6, shard * 6 + 6):
@@ -68,7 +68,7 @@ def write_tars() -> DataConfig:
     return DataConfig("pictures", paths=["*.tar"], cache_dir="cache")
 
 
-def write_parquet() -> DataConfig:
+def write_parquet():
     import datasets
 
     rows = {
@@ -81,9 +81,7 @@ def write_parquet() -> DataConfig:
     return DataConfig("hub_pictures", options, dataset="saved")
 
 
-def opened(
-    data: DataConfig, split: str = "train", shuffle: bool = False, **changed: object
-) -> RawSamples:
+def opened(data, split="train", shuffle=False, **changed):
     changed = DataConfig(**{**vars(data), **changed})
     return open_pictures(changed, split, seed=3, shuffle=shuffle)
 

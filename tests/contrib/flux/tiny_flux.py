@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -29,7 +26,7 @@ SMALL = (
 )
 
 
-def save_encoders(folder: Path) -> Path:
+def save_encoders(folder):
     """Save T5, CLIP, their tokenizers and an autoencoder as in a repository of FLUX.1; return the folder."""
     import diffusers
     import transformers
@@ -78,7 +75,7 @@ def save_encoders(folder: Path) -> Path:
     return folder
 
 
-def _tokenizer(vocabulary: dict[str, int], last: str) -> Any:
+def _tokenizer(vocabulary, last):
     import transformers
 
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -91,7 +88,7 @@ def _tokenizer(vocabulary: dict[str, int], last: str) -> Any:
     )
 
 
-def overrides(folder: Path) -> tuple[str, ...]:
+def overrides(folder):
     """Overrides of a job that uses the encoders."""
     return (
         f"data.options.autoencoder={folder / 'vae'}",

@@ -15,25 +15,23 @@ from one_line import one_line
 
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import check_rules
-from harness.config.model import ModelConfig
 from harness.config.registry import TOKEN_FORMATS, WEIGHT_FORMATS, load_attribute
 from harness.config.training import Sizes
 from harness.data.corpus import TokenizedSplit
 from harness.data.samples import Reading
 from harness.data.token_files import open_token_files
 from harness.data.tokenizer import build_tokenizer
-from harness.data.tokens import TokenFormat, Tokens
+from harness.data.tokens import TokenFormat
 from harness.model.spec import tensor_shapes
 from harness.tools.convert import ConvertConfig
 from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder, find_source, open_source
 from harness.weights.format import WeightFormat
-from harness.weights.source import WeightSource
 
 ROOT = Path(__file__).parents[3]
 
 
-def open_lines(file: Path, data: DataConfig, vocab_size: int) -> Tokens:
+def open_lines(file, data, vocab_size):
     """Each line of numbers is a document."""
     documents = [[*map(int, line.split())] for line in file.read_text().splitlines()]
     ends = np.cumsum([len(each) for each in documents])
@@ -46,7 +44,7 @@ LINES = TokenFormat(
 )
 
 
-def read_twos(path: str, model: ModelConfig) -> WeightSource:
+def read_twos(path, model):
     return Held({name: torch.full(shape, 2.0) for name, shape in tensor_shapes(model).items()})
 
 

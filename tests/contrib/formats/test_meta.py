@@ -11,9 +11,7 @@ from conversions import consolidated, save_meta
 from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
 from one_line import one_line
 from plain_llama import frequencies, logits
-from torch import Tensor
 
-from harness.config.model import ModelConfig
 from harness.contrib.formats.meta import LlamaSource, merge
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
@@ -27,7 +25,7 @@ CONFIGS = {
 }
 
 
-def meta_weights(config: ModelConfig) -> dict[str, Tensor]:
+def meta_weights(config):
     """A whole checkpoint in Meta's layout, of values that no parameter shares with another."""
     generator = torch.Generator().manual_seed(3)
     return {
@@ -36,7 +34,7 @@ def meta_weights(config: ModelConfig) -> dict[str, Tensor]:
     }
 
 
-def meta_frequencies(config: ModelConfig) -> Tensor:
+def meta_frequencies(config):
     """precompute_freqs_cis and apply_scaling of meta-llama/llama-models, models/llama3/model.py."""
     rope = config.rope
     own = frequencies(rope.theta, config.head_width)
@@ -59,7 +57,7 @@ def meta_frequencies(config: ModelConfig) -> Tensor:
     return torch.stack(scaled)
 
 
-def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) -> Tensor:
+def meta_logits(weights, tokens, config):
     """The forward pass of Meta's reference code."""
     return logits(weights, tokens, config.n_layers, meta_frequencies(config), interleaved=True)
 

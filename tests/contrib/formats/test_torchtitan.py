@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from equal import assert_equal
 from families_table import LLAMAS, close
 from held import Held
 from test_meta import CONFIGS, meta_logits, meta_weights
-from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.model import AttentionConfig
@@ -28,7 +26,7 @@ from harness.util.errors import ConfigError
 from harness.weights.dcp import write_plain
 
 
-def loaded(folder: Path, source: Torchtitan) -> dict[str, Tensor]:
+def loaded(folder, source):
     """What torchtitan loads: a state dict of its own names, with no reader of ours."""
     state = {name: torch.empty(facts.shape) for name, facts in source.tensors.items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)

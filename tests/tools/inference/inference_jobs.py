@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from harness.compose.composer import compose_job
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.generate import GenerateJob
 
 
-def generation(folder: Path, *overrides: str) -> GenerateJob:
+def generation(folder, *overrides):
     typed = [f"checkpoint={folder}", "tokenizer=bytes", "cluster.device=cpu", *overrides]
     return compose_job(typed, config_name="generate", schema=GenerateJob)
 
 
-def evaluation(folder: Path, *overrides: str) -> EvaluateJob:
+def evaluation(folder, *overrides):
     typed = [f"checkpoint={folder}", "tokenizer=bytes", "cluster.device=cpu", *overrides]
     return compose_job(typed, config_name="evaluate", schema=EvaluateJob)

@@ -6,7 +6,6 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +27,13 @@ def weights(tmp_path_factory):
     return folder
 
 
-def data_of(*typed: str) -> dict[str, Any]:
+def data_of(*typed):
     """Generate; return the data that ``--json`` prints."""
     job = compose_job(typed, config_name="generate", schema=GenerateJob)
     return generate(job, GenerateJob.spelled_out(typed)).data
 
 
-def run(weights: Path, *overrides: str) -> dict[str, Any]:
+def run(weights, *overrides):
     return data_of(f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes", *overrides)
 
 
@@ -59,7 +58,7 @@ def test_json(weights, capsys):
 
 
 def test_out_of_memory_is_one_line(weights, monkeypatch, capsys):
-    def load(*_: object) -> None:
+    def load(*_):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has 1 GiB."
         )

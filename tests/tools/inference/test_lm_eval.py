@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -62,7 +60,7 @@ TASKS = {
 NAMES = [f"lm_eval:{name}" for name in TASKS]
 
 
-def folder_of(parent: Path, *, bos: bool = False) -> Path:
+def folder_of(parent, *, bos=False):
     """Weights, a tokenizer for transformers and for us, and the files of the tasks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -99,7 +97,7 @@ def folder_of(parent: Path, *, bos: bool = False) -> Path:
     return folder
 
 
-def job_of(folder: Path, *overrides: str) -> EvaluateJob:
+def job_of(folder, *overrides):
     return compose_job(
         [
             f"checkpoint={folder}",
@@ -116,11 +114,11 @@ def job_of(folder: Path, *overrides: str) -> EvaluateJob:
     )
 
 
-def on_rank(job: EvaluateJob, folder: str) -> list[tuple[str, dict[str, Any]]]:
+def on_rank(job, folder):
     return evaluate(job, torch.device("cpu"), find_source(folder), None)
 
 
-def theirs(folder: Path, name: str, bos: bool) -> dict[str, float]:
+def theirs(folder, name, bos):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 

@@ -16,8 +16,7 @@ from inference_jobs import evaluation, generation
 
 from harness.config.fields import with_value
 from harness.model.cache import CachedPass
-from harness.tools.inference.evaluate import EvaluateJob
-from harness.tools.inference.generate import GenerateJob, Prompt
+from harness.tools.inference.generate import Prompt
 from harness.tools.inference.model import InferenceModel, with_model
 from harness.tools.inference.scoring import Scorer
 from harness.tools.inference.tasks import ScoredRow
@@ -49,14 +48,14 @@ def saved(tmp_path_factory):
     """Write the weights of a case; return their folder, and transformers' model."""
 
     @cache
-    def save(case: str) -> tuple[Path, Any]:
+    def save(case):
         folder = tmp_path_factory.mktemp(case) / "hf"
         return folder, to_transformers(random_model(CASES[case]), folder)
 
     return save
 
 
-def prompts(case: str) -> list[Prompt]:
+def prompts(case):
     generator = torch.Generator().manual_seed(3)
     vocab_size = CASES[case].vocab_size
     return [
@@ -64,7 +63,7 @@ def prompts(case: str) -> list[Prompt]:
     ]
 
 
-def rows(case: str) -> list[ScoredRow]:
+def rows(case):
     """Rows of different lengths, more than one batch; some are scored from the middle."""
     generator = np.random.default_rng(3)
     lengths = (49, 12, 30, 2, 33, 40, 7, 20, 25, 49, 5)
@@ -74,31 +73,29 @@ def rows(case: str) -> list[ScoredRow]:
     ]
 
 
-def greedy_job(folder: Path, *overrides: str) -> GenerateJob:
+def greedy_job(folder, *overrides):
     job = with_value(generation(folder, *overrides), "generate.max_new_tokens", NEW)
     return with_value(job, "training.seq_len", max(LENGTHS) + NEW)
 
 
-def scoring_job(folder: Path, *overrides: str) -> EvaluateJob:
+def scoring_job(folder, *overrides):
     job = evaluation(folder, "evaluate.batch_size=4", f"evaluate.seq_len={WINDOW}", *overrides)
     return with_value(job, "training.seq_len", WINDOW)
 
 
-def generated(
-    job: GenerateJob, folder: Path, given: list[Prompt], device: torch.device = CPU
-) -> list[list[int]]:
+def generated(job, folder, given, device=CPU):
     function = "harness.tools.inference.decode:generate"
     outcome = with_model(job, device, function, find_source(str(folder)), given, False)
     return [text.tokens for text in outcome.texts]
 
 
-def scored(job: EvaluateJob, folder: Path, given: list[ScoredRow]) -> np.ndarray:
+def scored(job, folder, given):
     model = InferenceModel(job, CPU)
     model.load(find_source(str(folder)))
     return Scorer(model).score(given)
 
 
-def require_greedy(made: list[list[int]], theirs: Any, given: list[Prompt]) -> None:
+def require_greedy(made, theirs, given):
     """Compare with the likeliest token after the prompt and after each token, in one pass without a cache.
 
     They are equal only for the greedy text: its first token that differs follows an equal prefix.
@@ -112,7 +109,7 @@ def require_greedy(made: list[list[int]], theirs: Any, given: list[Prompt]) -> N
         )
 
 
-def require_scores(made: np.ndarray, theirs: Any, given: list[ScoredRow]) -> None:
+def require_scores(made, theirs, given):
     for number, (row, scores) in enumerate(zip(given, made, strict=True)):
         tokens = torch.from_numpy(row.tokens)
         with torch.no_grad():

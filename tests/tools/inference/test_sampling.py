@@ -53,7 +53,7 @@ def test_a_sequence_does_not_depend_on_the_others():
         assert together.choose(logits)[1] == alone.choose(logits[1:2])[0]
 
 
-def shown(stream: TextStream, tokens: list[int]) -> list[str]:
+def shown(stream, tokens):
     """The pieces of a text that are shown, until a stop string is complete."""
     pieces = []
     for token in tokens:

@@ -18,9 +18,7 @@ from harness.tools.inference.tasks import Documents, Setting, encode_pair, windo
 from harness.util.errors import UserError
 
 
-def setting(
-    window: int = 64, data: DataConfig | None = None, split: str = "all", **options: int
-) -> Setting:
+def setting(window=64, data=None, split="all", **options):
     data = data or DataConfig(paths=["none"])
     return Setting(BytesTokenizer(), data, split, window, **options)
 
@@ -86,7 +84,7 @@ def test_special_tokens():
         encode_pair("a", "", setting())
 
 
-def compose(*overrides: str) -> EvaluateJob:
+def compose(*overrides):
     return compose_job(
         ["model=llama3_tiny", "cluster.device=cpu", *overrides],
         config_name="evaluate",

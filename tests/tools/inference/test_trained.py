@@ -46,7 +46,7 @@ class Trained(NamedTuple):
     prompts: list[Prompt]
     theirs: Any
 
-    def job(self, *overrides: str) -> GenerateJob:
+    def job(self, *overrides):
         given = [
             "generate.prompts=[while with,'import ',return raise pass]",
             "generate.stop_at_end=false",
@@ -95,7 +95,7 @@ def test_weights_removed_while_they_are_read(place, says, trained, tmp_path, mon
     job, found = trained.job(), find_source(str(step))
     original = pkgutil.resolve_name(f"harness.{place}")
 
-    def remove_and_call(*arguments: Any) -> Any:
+    def remove_and_call(*arguments):
         shutil.rmtree(step, ignore_errors=True)
         return original(*arguments)
 

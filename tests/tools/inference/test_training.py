@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 from jobs import tiny
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.run.folder import RunFolder
 from harness.run.result import newest
 from harness.tools.inference.evaluate import EvaluateJob, evaluate
@@ -25,7 +23,7 @@ LAYOUTS = {
 STEPS = 3
 
 
-def train(job: Job) -> dict[str, Any]:
+def train(job):
     """The result of one rank."""
     engine = Engine(job, torch.device("cpu"))
     trainer = Trainer(job, RunFolder(job.run_dir), engine, None, time.monotonic())

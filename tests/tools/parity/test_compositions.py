@@ -28,7 +28,7 @@ STEPS = 2
 
 
 @cache
-def sampled(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
+def sampled(seed, *fixed):
     composer = Composer("parity", ParityJob)
     overrides, job = random_job(composer, seed, RANKS, fixed)
     return overrides, job.plain
@@ -79,7 +79,7 @@ def test_the_job_in_float32_has_no_other_format(typed):
     job = composer.job(typed.split()).plain
     exact, own = comparisons(job)
 
-    def rounding(job: ParityJob) -> list[str]:
+    def rounding(job):
         found = [
             name for name, role, value in leaves(job) if role == NUMERICS and value == "bfloat16"
         ]

@@ -246,7 +246,7 @@ def test_an_error_behind_right_gradients_is_found(pool, plant, name, typed, firs
 # -- the comparison itself ----
 
 
-def made_up(scale: float = 1.0) -> Trace:
+def made_up(scale=1.0):
     gradient = {"a": torch.tensor([3.0, 4.0]) * scale, "b": torch.tensor([1.0])}
     squares = {"a": 25.0 * scale**2, "b": 1.0}
     results = {"update of a": torch.ones(2), "loads of b": torch.tensor([3, 4])}

@@ -33,7 +33,7 @@ SMALL = [
 ]
 
 
-def test_constants_behind_generated_rows_are_recovered() -> None:
+def test_constants_behind_generated_rows_are_recovered():
     layouts = ([], ["compile=on"], ["compile=on", "precision=float8_tensorwise"])
     jobs = [compose_job([*SMALL, "parallelism.dp_shard=8", *layout]) for layout in layouts]
     truth = Calibration(replace(START, matmul=0.45, float8=0.6))
@@ -45,7 +45,7 @@ def test_constants_behind_generated_rows_are_recovered() -> None:
     assert found.memory == START.memory
 
 
-def test_a_calibration_is_a_file(tmp_path: Path) -> None:
+def test_a_calibration_is_a_file(tmp_path):
     path = str(tmp_path / "here.json")
     written = Calibration(replace(START, matmul=0.5), source="here")
     written.write(path)
@@ -80,9 +80,7 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     ],
     ids=lambda part: str(part)[:60],
 )
-def test_a_wrong_value_of_a_calibration_is_named(
-    tmp_path: Path, key: str, value: object, error: str
-) -> None:
+def test_a_wrong_value_of_a_calibration_is_named(tmp_path, key, value, error):
     plain = dataclasses.asdict(Calibration(Constants(), source="here"))
     *parts, name = key.split(".")
     inner: dict[str, Any] = functools.reduce(operator.getitem, parts, plain)
@@ -97,7 +95,7 @@ def test_a_wrong_value_of_a_calibration_is_named(
     )
 
 
-def test_published_rows_are_predicted() -> None:
+def test_published_rows_are_predicted():
     """The bounds hold for all rows, and for the 13 rows that were not used for fitting."""
     errors, unseen = [], []
     for row, job in torchtitan_rows.jobs():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from harness.tools.plan.compare import changed_fields, render_differences
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.plan import KINDS, PARTS, Plan, Speed, Traffic
+from harness.tools.plan.plan import KINDS, PARTS, Speed, Traffic
 from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 
@@ -24,12 +22,12 @@ SMALL = [
 ]
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides):
     return make_plan(compose_job([*SMALL, *overrides], config_name="plan", schema=PlanJob).plain)
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Plan, Plan]:
+def pair():
     """Plans with made-up values, of a job on 4 GPUs and one on 8."""
     first, second = (
         planned("parallelism.dp_shard=4"),
@@ -37,9 +35,7 @@ def pair() -> tuple[Plan, Plan]:
     )
     none = dict.fromkeys(PARTS, 0.0)
 
-    def made(
-        plan: Plan, kinds: tuple[float, float], parts: dict[str, float], *traffic: Traffic
-    ) -> Plan:
+    def made(plan, kinds, parts, *traffic):
         held = dict.fromkeys(KINDS, 0.0)
         held |= {"parameters": kinds[0] * GIB, "activations": kinds[1] * GIB}
         step = sum(parts.values())
@@ -59,7 +55,7 @@ def pair() -> tuple[Plan, Plan]:
     return a, b
 
 
-def test_every_line(pair: tuple[Plan, Plan]) -> None:
+def test_every_line(pair):
     """Half the step's time on twice the GPUs would be as cheap; what costs more is named."""
     assert (
         render_differences(*pair)
@@ -102,7 +98,7 @@ fits                       yes      NO
     )
 
 
-def test_other_models_differ_by_name() -> None:
+def test_other_models_differ_by_name():
     """Their other fields are not listed; those of the job are, with what changes the numbers."""
     names = [name for name, *_ in changed_fields(planned().job, planned("model=qwen3_debug").job)]
     assert [name for name in names if name.startswith("model.")] == ["model.name"]
@@ -113,12 +109,12 @@ def test_other_models_differ_by_name() -> None:
     }
 
 
-def compared(against: str, *overrides: str) -> Any:
+def compared(against, *overrides):
     typed = [*SMALL, *overrides, f"against={against}"]
     return plan(compose_job(typed, config_name="plan", schema=PlanJob), typed)
 
 
-def test_from_the_command_line() -> None:
+def test_from_the_command_line():
     """The second job has the overrides of the first and its own; both are planned as they are alone."""
     result = compared("parallelism.tp=2 data.paths=[a,b]", "parallelism=fsdp", "cluster.nodes=1")
     plain = loads(dumps(result.data))
@@ -130,14 +126,14 @@ def test_from_the_command_line() -> None:
     assert result.text.startswith("A  llama3_debug on 8 x H100 SXM: dp_shard 8\nB  ")
 
 
-def test_without_a_known_device_there_is_memory_only() -> None:
+def test_without_a_known_device_there_is_memory_only():
     result = compared("parallelism.tp=2", "cluster.accelerator=null", "parallelism.dp_shard=2")
     assert result.data["cost_change"] is None and "tokens/s" not in result.text
     assert "\na step: unknown; a plan without against says" in result.text
     assert "peak" in result.text
 
 
-def test_a_file_of_a_calibration_is_that_of_both(tmp_path: Path) -> None:
+def test_a_file_of_a_calibration_is_that_of_both(tmp_path):
     file = tmp_path / "own.json"
     Calibration(Constants(matmul=0.1)).write(str(file))
     usual, own = (

@@ -9,7 +9,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ import held_out
 import held_rows
 
 
-def test_the_tables_are_those_of_the_committed_rows() -> None:
+def test_the_tables_are_those_of_the_committed_rows():
     rows = held_rows.read()
     assert held_rows.evidence(rows, held_rows.SPEED) == EVIDENCE
     assert held_rows.evidence(rows, held_rows.MEMORY) == MEMORY
@@ -35,20 +34,20 @@ def test_the_tables_are_those_of_the_committed_rows() -> None:
     assert held_out.report(rows) in held_out.REPORT.read_text()
 
 
-def test_the_defaults_are_fitted_to_all_rows() -> None:
+def test_the_defaults_are_fitted_to_all_rows():
     constants = Constants()
     says = f"Fitted to all rows: matmul {constants.matmul}, float8 {constants.float8}, hgx {constants.hgx}."
     assert says in held_out.REPORT.read_text()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measurements.md"])
-def test_pages_have_the_errors_of_the_report(page: str) -> None:
+def test_pages_have_the_errors_of_the_report(page):
     text, report = (held_out.ROOT / page).read_text(), held_out.REPORT.read_text()
     rows, median = re.search(r"^\| all \| (\d+) \| ([\d.]+)%", report, re.MULTILINE).groups()
     assert f"{rows} " in text and f"{median} %" in text
 
 
-def test_committed_rows_are_planned_as_today() -> None:
+def test_committed_rows_are_planned_as_today():
     """The first row of every table; its constants were fitted without it."""
     firsts = {row["table"]: row for row in reversed(list(csv.DictReader(held_out.FILE.open())))}
     rows = {row.table: row for row in reversed(held_rows.read())}
@@ -63,7 +62,7 @@ def test_committed_rows_are_planned_as_today() -> None:
         ), table
 
 
-def test_four_of_five_rows_of_one_more_source_are_inside() -> None:
+def test_four_of_five_rows_of_one_more_source_are_inside():
     """If sources differ by more than their rows, by less, and if rows do not differ."""
     draw = random.Random(0)
     for between, within in ((0.2, 0.1), (0.05, 0.1), (0.1, 1e-6)):
@@ -78,8 +77,8 @@ def test_four_of_five_rows_of_one_more_source_are_inside() -> None:
         assert 0.77 <= inside / 1000 <= 0.84
 
 
-def test_one_source_far_off_moves_the_constants_little() -> None:
-    def response(source: str, off: float) -> Any:
+def test_one_source_far_off_moves_the_constants_little():
+    def response(source, off):
         terms = {"matmul": (1.0, 0.0), "float8": (0.0, 0.0), "hgx": (0.0, 0.0)}
         return held_out.Response(source, math.log(off), terms)
 
@@ -92,7 +91,7 @@ def test_one_source_far_off_moves_the_constants_little() -> None:
     assert abs(alike[0].miss(held_out.fit(alike))) < 0.005
 
 
-def test_a_response_is_the_plan_with_other_constants() -> None:
+def test_a_response_is_the_plan_with_other_constants():
     raw = next(
         row for row in csv.DictReader(held_out.FILE.open()) if row["precision"] == "tensorwise"
     )
@@ -122,14 +121,14 @@ def test_a_response_is_the_plan_with_other_constants() -> None:
         ),
     ],
 )
-def test_a_plan_says_how_far_it_can_be_trusted(overrides: str, line: str) -> None:
+def test_a_plan_says_how_far_it_can_be_trusted(overrides, line):
     typed = ["data=synthetic", "cluster=slurm_h100", *overrides.split(), "precision=bf16"]
     made = make_plan(compose_job(typed))
     assert line in render(made)
     assert (as_dict(made)["bands"]["throughput"] is None) == line.startswith("no ")
 
 
-def test_bands_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bands_of_a_plan(monkeypatch):
     band = Evidence(9, 5, 0.5, 1.5, pooled=False)
     monkeypatch.setattr(evidence, "MEMORY", {"dense models": band})
     monkeypatch.setattr(evidence, "EVIDENCE", {"dense models on Hopper": replace(band, high=2.0)})

@@ -19,7 +19,6 @@ import torchtitan_rows
 from plans import LLAMA_8B, job_of
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.model.decoder import Decoder
 from harness.tools.plan.constants import Software
 from harness.tools.plan.machine import device_of
@@ -34,11 +33,11 @@ ROOT = Path(__file__).parents[3]
 TINY = "model=llama3_tiny data=synthetic tokenizer=bytes checkpoint=disabled cluster.device=cpu"
 
 
-def peak(job: Job, software: Software | None = None) -> float:
+def peak(job, software=None):
     return max(rank.peak for rank in rank_memory(job, software=software))
 
 
-def test_published_runs_are_met() -> None:
+def test_published_runs_are_met():
     """Runs without a pipeline are within 12 %, the median within 2 %.
 
     torchtitan's pipelines took 7 to 27 % more than the plan predicts. A rehearsal of the first row of table
@@ -57,7 +56,7 @@ def test_published_runs_are_met() -> None:
     assert all(-0.22 <= error <= -0.06 for error in pipelined)
 
 
-def test_joint_ends_stay_gathered() -> None:
+def test_joint_ends_stay_gathered():
     job = job_of(f"{LLAMA_8B} dp_shard=8 training.seq_len=8192")
     [apart], [joint] = (rank_memory(job, Software(joint_ends=joint)) for joint in (False, True))
     ends = 128256 * 4096
@@ -72,7 +71,7 @@ def test_joint_ends_stay_gathered() -> None:
     assert rank_memory(pipelined, Software(joint_ends=True)) == rank_memory(pipelined)
 
 
-def test_a_layout_is_planned_the_same_after_another() -> None:
+def test_a_layout_is_planned_the_same_after_another():
     """A rank alone reduces in place; replicas copy gradients, of modules that both layouts hold."""
     small = (
         "model.n_layers=2 model.vocab_size=1024 training.seq_len=64 training.global_batch_size=2"
@@ -84,7 +83,7 @@ def test_a_layout_is_planned_the_same_after_another() -> None:
     assert rank_memory(replace(replicas, model=alone.model)) == expected
 
 
-def test_outputs_that_a_pipeline_keeps() -> None:
+def test_outputs_that_a_pipeline_keeps():
     batch = "training.seq_len=8192 training.local_batch_size=8 training.global_batch_size=32"
     job = job_of(f"{LLAMA_8B} pp=2 dp_shard=4 pp_schedule=1F1B {batch}")
     new, old = (rank_memory(job, Software(keeps_outputs=kept)) for kept in (False, True))
@@ -94,10 +93,10 @@ def test_outputs_that_a_pipeline_keeps() -> None:
     assert old[0].allocated - new[0].allocated == 6 * boundary
 
 
-def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
+def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks():
     ring = f"{LLAMA_8B} cp=8 training.seq_len=8192 training.local_batch_size=1"
 
-    def late(method: str, software: Software | None = None) -> float:
+    def late(method, software=None):
         return ActivationBytes(job_of(f"{ring} {method}"), software).block(0).late_backward
 
     gathers = late("cp_rotate_method=allgather")
@@ -111,7 +110,7 @@ def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
     assert repeated - gathers == 3 * tokens * both * (2 * (8 + 2 + 2) + 4 * 3)
 
 
-def test_reserved_memory_of_rehearsals_is_predicted() -> None:
+def test_reserved_memory_of_rehearsals_is_predicted():
     """Of full-size jobs, against torch's allocator."""
     errors = {}
     for row in map(
@@ -129,7 +128,7 @@ def test_reserved_memory_of_rehearsals_is_predicted() -> None:
     assert median(sizes) <= 0.013
 
 
-def saved_by_autograd(job: Job, layer: int) -> int:
+def saved_by_autograd(job, layer):
     """Bytes that autograd saves in one block's forward pass, without parameters and tables."""
     dtype = getattr(torch, job.precision.param_dtype)
     part = Decoder(job.model, job.training.seq_len)
@@ -140,7 +139,7 @@ def saved_by_autograd(job: Job, layer: int) -> int:
     x_BTC = torch.randn(job.local_batch_size, job.training.seq_len, job.model.dim, dtype=dtype)
     saved: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
@@ -163,7 +162,7 @@ DEBUG = sorted(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", DEBUG)
-def test_blocks_declare_what_autograd_saves(model: str, precision: str) -> None:
+def test_blocks_declare_what_autograd_saves(model, precision):
     synthetic = "data=synthetic tokenizer=bytes training.global_batch_size=2 training.seq_len=32"
     job = job_of(f"model={model} precision={precision} cluster.device=cpu {synthetic}")
     # Routers also save copies of small parameters and a few numbers per expert; attention with a window saves
@@ -194,7 +193,7 @@ SIZE = (
         "training.global_batch_size=1 training.seq_len=32",
     ],
 )
-def test_a_pass_takes_what_torch_allocates(typed: str) -> None:
+def test_a_pass_takes_what_torch_allocates(typed):
     """Torch's allocator measures the pass only; parameters and optimizer state were allocated before."""
     job = job_of(f"{TINY} {SIZE} {typed}")
     [rank] = rank_memory(job)
@@ -202,7 +201,7 @@ def test_a_pass_takes_what_torch_allocates(typed: str) -> None:
     assert planned / MIB == pytest.approx(measure.measure_pass(job)["peak"], rel=0.03)
 
 
-def test_a_device_has_less_memory_than_its_name_says() -> None:
+def test_a_device_has_less_memory_than_its_name_says():
     job = job_of(f"{LLAMA_8B} dp_shard=8")
     limit = memory_limit(job, device_of(job))
     assert limit is not None and 77 < limit / GIB < 79

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from plans import job_of
@@ -62,7 +61,7 @@ CASES = [
 ]
 
 
-def numbers(case: str) -> dict[str, Any]:
+def numbers(case):
     """Memory of every pipeline rank (MiB), parts of a step (ms), and what a rank sends (MiB)."""
     plan = make_plan(job_of(case))
     return {
@@ -84,7 +83,7 @@ def numbers(case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_are_the_same(case: str) -> None:
+def test_numbers_are_the_same(case):
     kept = json.loads(FILE.read_text())[case]
     found = numbers(case)
     assert found["milliseconds"] == about(kept["milliseconds"])
@@ -92,7 +91,7 @@ def test_numbers_are_the_same(case: str) -> None:
     assert found["memory"] == [about(rank) for rank in kept["memory"]]
 
 
-def about(numbers: dict[str, Any] | None) -> Any:
+def about(numbers):
     """The same but for rounding."""
     return numbers and {k: pytest.approx(v, rel=1e-4, abs=1e-3) for k, v in numbers.items()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,7 +14,6 @@ from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.config.pipeline import SCHEDULES, num_stages, stages_of_rank
 from harness.data.batch import Batch
-from harness.launch.pool import RankPool
 from harness.tools.plan.machine import machine_of
 from harness.tools.plan.order import pipeline_order, simulate
 from harness.tools.plan.plan import Action
@@ -24,7 +22,7 @@ from harness.tools.plan.step_time import StepModel
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (8, 32)])
-def test_every_stage_runs_every_microbatch_once(name: str, pp: int, microbatches: int) -> None:
+def test_every_stage_runs_every_microbatch_once(name, pp, microbatches):
     layout = ParallelismConfig(pp=pp, pp_schedule=name)
     order = pipeline_order(layout, 32, microbatches)
     simulate(order, lambda action: 1.0, 0.0)  # fails if a pass comes before those that it needs
@@ -44,7 +42,7 @@ def test_every_stage_runs_every_microbatch_once(name: str, pp: int, microbatches
     )
 
 
-def test_orders_by_hand(tmp_path: Path) -> None:
+def test_orders_by_hand(tmp_path):
     """Without a pipeline, and of a file, which is run as it is written."""
     [order] = pipeline_order(ParallelismConfig(), 4, 2)
     assert [f"{a.kind}{a.microbatch}" for a in order] == ["F0", "B0", "F1", "B1"]
@@ -55,7 +53,7 @@ def test_orders_by_hand(tmp_path: Path) -> None:
     assert rows == [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1I1", "1B0", "1W1"]]
 
 
-def gathers_of(job_json: str) -> int:
+def gathers_of(job_json):
     """Number of FSDP's all-gathers in a real step."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
@@ -74,9 +72,7 @@ def gathers_of(job_json: str) -> int:
     ("schedule", "reshard"),
     [("1F1B", "always"), ("InterleavedZeroBubble", "always"), ("DualPipeV", "never")],
 )
-def test_parameters_are_gathered_as_often_as_planned(
-    pool: RankPool, schedule: str, reshard: str
-) -> None:
+def test_parameters_are_gathered_as_often_as_planned(pool, schedule, reshard):
     layout = f"pp=2 dp_shard=2 pp_schedule={schedule} reshard_after_forward={reshard}"
     shape = "training.seq_len=16 training.global_batch_size=8"
     job = job_of(f"model=llama3_tiny data=synthetic tokenizer=bytes {shape} {layout}")
@@ -96,7 +92,7 @@ def test_parameters_are_gathered_as_often_as_planned(
 FORWARD, BACKWARD = 1.0, 2.0
 
 
-def span(name: str, pp: int, microbatches: int, stages_per_rank: int) -> float:
+def span(name, pp, microbatches, stages_per_rank):
     """Duration of a schedule if all stages together take 3 seconds times pp."""
     order = pipeline_order(ParallelismConfig(pp=pp, pp_schedule=name), 64, microbatches)
     each = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD / 2, "W": BACKWARD / 2}
@@ -105,7 +101,7 @@ def span(name: str, pp: int, microbatches: int, stages_per_rank: int) -> float:
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 8), (8, 32)])
-def test_bubbles_are_those_of_the_papers(pp: int, microbatches: int) -> None:
+def test_bubbles_are_those_of_the_papers(pp, microbatches):
     """arXiv:1811.06965; arXiv:2104.04473, section 2.2: two stages on each rank halve the bubble."""
     step = FORWARD + BACKWARD
     for name in ("GPipe", "1F1B"):
@@ -114,14 +110,14 @@ def test_bubbles_are_those_of_the_papers(pp: int, microbatches: int) -> None:
         assert span("Interleaved1F1B", pp, microbatches, 2) == (microbatches + (pp - 1) / 2) * step
 
 
-def test_splitting_backward_fills_the_bubble() -> None:
+def test_splitting_backward_fills_the_bubble():
     """arXiv:2401.10241: with equal thirds, ZBV's only bubble is the first microbatch's forward."""
     names = ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B")
     zbv, zero, interleaved = (span(name, 4, 16, 2) for name in names)
     assert zbv <= zero < interleaved and zbv - 16 * (FORWARD + BACKWARD) <= 3 * FORWARD / 2
 
 
-def test_passes_wait_for_their_inputs() -> None:
+def test_passes_wait_for_their_inputs():
     order = [
         [Action(0, "F", 0), Action(0, "B", 0)],
         [Action(1, "F", 0), Action(1, "I", 0), Action(1, "W", 0)],
@@ -143,7 +139,7 @@ def test_passes_wait_for_their_inputs() -> None:
         ("ZBVZeroBubble", [16, 32, 32, 16]),
     ],
 )
-def test_sends_of_every_rank(name: str, sends: list[int]) -> None:
+def test_sends_of_every_rank(name, sends):
     """Eight microbatches: a stage sends each once to a neighbour, unless the neighbour is on the same rank.
 
     In a V the first rank has the first and the last stage, and the last rank the two in the middle.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
@@ -16,7 +13,7 @@ from harness.tools.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Spee
 GIB = 2**30
 
 
-def plan_of(*, timeline: bool, limit: float | None = 10 * GIB) -> Plan:
+def plan_of(*, timeline, limit=10 * GIB):
     """Two pipeline ranks of one stage each, one microbatch, with backward in two passes on the second."""
     job = compose_job(["parallelism=pp", "model=llama3_tiny"])
     kinds = dict.fromkeys(KINDS, 0.0)
@@ -33,7 +30,7 @@ def plan_of(*, timeline: bool, limit: float | None = 10 * GIB) -> Plan:
     return Plan(job, account(job.model, 256), [1.0, 1.0], memory, limit, [], speed, None)
 
 
-def test_memory_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_timeline(tmp_path, monkeypatch):
     figures: list[Figure] = []
     savefig = Figure.savefig
     keep = lambda figure, *typed, **more: figures.append(figure) or savefig(figure, *typed, **more)  # noqa: E731

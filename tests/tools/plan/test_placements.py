@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fake_world import fake_process_group
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.config.optimizer import KINDS
-from harness.model.part import ModelPart
 from harness.model.spec import parameter_shapes, tensors
 from harness.optimizer.build import build_optimizer
 from harness.optimizer.settings import exchanges, kind_of
@@ -27,7 +24,6 @@ from harness.parallelism.pipeline import build_schedule
 from harness.precision.swap import plain
 from harness.tools.plan.memory import rank_memory
 from harness.tools.plan.parameters import parameters_of
-from harness.tools.plan.plan import RankMemory
 
 CPU = torch.device("cpu")
 SMALL = (
@@ -38,7 +34,7 @@ SMALL = (
 )
 
 
-def check_rank(job: Job, planned: RankMemory, names: Counter[str]) -> None:
+def check_rank(job, planned, names):
     """Compare what the first rank of a stage builds; tests/parallelism/test_all_sizes.py has the others."""
     held = parameters_of(job, planned.pp_rank)
     mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
@@ -73,7 +69,7 @@ def check_rank(job: Job, planned: RankMemory, names: Counter[str]) -> None:
     check_state(job, parts, planned, group)
 
 
-def check_state(job: Job, parts: list[ModelPart], planned: RankMemory, group: Any) -> None:
+def check_state(job, parts, planned, group):
     """Let the optimizer create its state, from gradients as FSDP produces them."""
     for part in parts:
         allocate(part, CPU, CPU)
@@ -91,13 +87,13 @@ def check_state(job: Job, parts: list[ModelPart], planned: RankMemory, group: An
     assert size == planned.kinds["optimizer"]
 
 
-def place(tensor: Tensor) -> object:
+def place(tensor):
     if not isinstance(tensor, DTensor):
         return tensor.shape
     return tensor.shape, tensor.placements, tensor.device_mesh, tensor.to_local().shape
 
 
-def local_bytes(tensor: Tensor) -> int:
+def local_bytes(tensor):
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
 
@@ -121,7 +117,7 @@ def local_bytes(tensor: Tensor) -> int:
         ),
     ],
 )
-def test_what_is_built_is_what_is_planned(model: str, degrees: str, typed: str) -> None:
+def test_what_is_built_is_what_is_planned(model, degrees, typed):
     layout = [f"parallelism.{degree}" for degree in degrees.split()]
     job = compose_job([f"model={model}", *SMALL, *layout, *typed.split()])
     names = Counter[str]()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import python
@@ -44,16 +42,16 @@ TIMES = {"compute": 12.0, "dp": 0.5, "tp": 2.0, "bubble": 1.4, "optimizer": 0.1}
 PARTS_405B = dict.fromkeys(PARTS, 0.0) | TIMES
 
 
-def run(*arguments: str) -> int:
+def run(*arguments):
     """Run the command in this process; return its exit code."""
     return guarded(lambda: VERB.run_line(arguments))
 
 
-def memory(rank: int, **kinds: float) -> RankMemory:
+def memory(rank, **kinds):
     return RankMemory(rank, (rank, rank + 8), {kind: kinds.get(kind, 0.0) * GIB for kind in KINDS})
 
 
-def plan_405b() -> Plan:
+def plan_405b():
     job = compose_job(JOB_405B)
     held = {
         "parameters": 3.0,
@@ -85,7 +83,7 @@ def plan_405b() -> Plan:
     )
 
 
-def test_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line(monkeypatch):
     rows = Evidence(75, 7, 0.8, 1.5, pooled=False)
     monkeypatch.setattr(evidence, "EVIDENCE", {"dense models on Hopper": rows})
     monkeypatch.setattr(evidence, "MEMORY", {"dense models": replace(rows, rows=52)})
@@ -132,7 +130,7 @@ notes
     )
 
 
-def test_dollars_are_the_users() -> None:
+def test_dollars_are_the_users():
     plan = plan_405b()
     assert plan.gpu_hours is not None and plan.dollars is None
     cluster = replace(plan.job.cluster, dollars_per_gpu_hour=2.5)
@@ -148,7 +146,7 @@ def test_dollars_are_the_users() -> None:
     )
 
 
-def test_unknown_hardware_has_memory_and_no_time() -> None:
+def test_unknown_hardware_has_memory_and_no_time():
     job = compose_job(["model=llama3_tiny"])
     kinds = dict.fromkeys(KINDS, 0.0) | {"parameters": 0.001 * GIB, "runtime": 0.25 * GIB}
     plan = Plan(
@@ -170,7 +168,7 @@ def test_unknown_hardware_has_memory_and_no_time() -> None:
     assert "\ntime    unknown: the plan has no times of CPUs\n" in render(on_cpu)
 
 
-def test_json_has_all_of_it() -> None:
+def test_json_has_all_of_it():
     plan = plan_405b()
     plain = loads(dumps(as_dict(plan)))
     hours = 3000 * 16 * 512 / 3600
@@ -203,7 +201,7 @@ def test_json_has_all_of_it() -> None:
     }
 
 
-def test_units() -> None:
+def test_units():
     times = (None, 0.0, 3e-7, 4.2e-5, 0.0123, 0.9994, 0.9996, 9.999, 1234.4)
     texts = ["", "-", "0.30 us", "42.0 us", "12.3 ms", "999 ms", "1.00 s", "10.0 s", "1,234 s"]
     assert [seconds(value) for value in times] == texts
@@ -226,12 +224,12 @@ SMALL = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
+def first(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     return cache, planned(cache, "parallelism=pp")
 
 
-def test_json_from_the_command_line_and_a_picture(first: Any, tmp_path: Path) -> None:
+def test_json_from_the_command_line_and_a_picture(first, tmp_path):
     picture = tmp_path / "plan.png"
     status, text = planned(first[0], "--json", "parallelism=tp_pp", f"picture={picture}")
     plain = loads(text)
@@ -245,9 +243,7 @@ def test_json_from_the_command_line_and_a_picture(first: Any, tmp_path: Path) ->
     assert len(plain["speed"]["timeline"]) == 2
 
 
-def test_what_the_command_refuses(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_command_refuses(capsys, monkeypatch):
     for typed, says in (
         ([*SMALL, "parallelism.tp=3"], "parallelism.tp=3: must divide "),
         (
@@ -266,7 +262,7 @@ def test_what_the_command_refuses(
     assert run(*SMALL) == EXIT_USER and "start it without torchrun" in capsys.readouterr().err
 
 
-def planned(cache: Path, *overrides: str) -> tuple[str, str]:
+def planned(cache, *overrides):
     """Return the exit code and whether torch was imported, and the output of a plan."""
     code = (
         "import sys; from harness.tools.plan.verb import VERB\n"
@@ -277,9 +273,7 @@ def planned(cache: Path, *overrides: str) -> tuple[str, str]:
     return done.stderr.strip(), done.stdout
 
 
-def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(
-    first: Any, tmp_path: Path
-) -> None:
+def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(first, tmp_path):
     cache, (status, text) = first
     assert status == "0 True"
     assert planned(cache, "parallelism=pp") == ("0 False", text)
@@ -287,7 +281,7 @@ def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(
     assert not any(tmp_path.iterdir())
 
 
-def test_phases_of_scheduled_sizes() -> None:
+def test_phases_of_scheduled_sizes():
     """Every phase has its own time, which is that of a job of its sizes; the budget adds them up."""
     batches = "schedule.batch_size=[{until_step:1000,sequences:128}]"
     lengths = "schedule.seq_len=[{until_step:1500,tokens:2048}]"
@@ -311,7 +305,7 @@ def test_phases_of_scheduled_sizes() -> None:
     assert "phases" not in render(plan_405b())
 
 
-def table_of(capsys: pytest.CaptureFixture[str], *typed: str) -> tuple[list[str], dict[str, Any]]:
+def table_of(capsys, *typed):
     capsys.readouterr()
     assert run("-m", *typed) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -322,7 +316,7 @@ def table_of(capsys: pytest.CaptureFixture[str], *typed: str) -> tuple[list[str]
 LARGE = ["model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"]
 
 
-def test_points_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_are_compared_in_one_table(capsys):
     (head, *rows), data = table_of(capsys, *LARGE, "parallelism.tp=1,3,8")
     assert head.split() == ["point", "layout", "GiB", "step", "tokens/s", "each", "MFU", "fits"]
     assert [row.split()[0] for row in rows] == [f"parallelism.tp={tp}" for tp in (1, 3, 8)]
@@ -338,7 +332,7 @@ def test_points_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]) ->
     assert data["points"][2]["step_seconds"] == alone.speed.step_seconds
 
 
-def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ladder_is_priced_before_it_starts(capsys):
     sizes = ["sweep=ladder", "scale.parameters=100M,1000,1B", "cluster.dollars_per_gpu_hour=2"]
     (head, _, illegal, large, total, flops), data = table_of(capsys, *sizes, *LARGE)
     columns = ["parameters", "non-emb.", "tokens", "FLOPs", "GPU-hours", "price"]
@@ -367,7 +361,7 @@ def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str])
     assert head.split()[-2:] == ["GPU-hours", "price"] and data["total"]["dollars"] is None
 
 
-def test_costs_without_a_method_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_without_a_method_are_unknown(monkeypatch):
     class Partial(Costs):
         sample = "page"
 

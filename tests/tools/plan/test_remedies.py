@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,7 @@ from harness.compose.composer import compose_job
 from harness.config.cluster import ClusterConfig
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.plan import Plan
-from harness.tools.plan.remedies import Remedy, multiply_ranks, remedies, render_remedies
+from harness.tools.plan.remedies import multiply_ranks, remedies, render_remedies
 from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 from harness.util.errors import UserError
@@ -35,10 +33,10 @@ Limit = Callable[[float], None]
 
 
 @pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
+def limit(monkeypatch):
     """Set the memory of every device, in GiB."""
 
-    def set_limit(gib: float) -> None:
+    def set_limit(gib):
         for where in ("make", "search"):
             monkeypatch.setattr(
                 f"harness.tools.plan.{where}.memory_limit", lambda job, device: gib * GIB
@@ -47,21 +45,21 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     return set_limit
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides):
     return make_plan(compose_job(overrides, config_name="plan", schema=PlanJob).plain)
 
 
-def found(limit: Limit, gib: float, *overrides: str) -> list[Remedy]:
+def found(limit, gib, *overrides):
     job = [*(overrides or UNPIPELINED)]
     limit(gib)
     return remedies(planned(*job), job)
 
 
-def typed(found: Sequence[Remedy]) -> list[str]:
+def typed(found):
     return [each.typed for each in found if each.plan.fits]
 
 
-def test_changes_that_fit(limit: Limit) -> None:
+def test_changes_that_fit(limit):
     """On the same ranks first, by speed; then on more, then with other numbers; none larger than needed."""
     fit = [each for each in found(limit, 3.5) if each.plan.fits]
     assert [(each.typed, each.takes_more, each.changes_numbers) for each in fit] == [
@@ -88,7 +86,7 @@ def test_changes_that_fit(limit: Limit) -> None:
     assert "parallelism.pp=2 parallelism.dp_shard=2" in typed(found(limit, 0.5, *JOB))
 
 
-def test_pairs_of_changes_and_the_closest(limit: Limit) -> None:
+def test_pairs_of_changes_and_the_closest(limit):
     pairs = [each.overrides for each in found(limit, 0.35) if each.plan.fits]
     assert pairs and {each[0] for each in pairs} == {"training.local_batch_size=1"}
     assert all(len(each) > 1 for each in pairs)
@@ -101,7 +99,7 @@ def test_pairs_of_changes_and_the_closest(limit: Limit) -> None:
 
 
 @pytest.mark.parametrize("gib", [3.5, 0.35])
-def test_what_is_typed_gives_what_is_planned(limit: Limit, gib: float) -> None:
+def test_what_is_typed_gives_what_is_planned(limit, gib):
     """No override is needless: without one, the job is illegal or another one."""
     for each in found(limit, gib):
         made = planned(*UNPIPELINED, *each.overrides)
@@ -112,14 +110,14 @@ def test_what_is_typed_gives_what_is_planned(limit: Limit, gib: float) -> None:
                 assert planned(*UNPIPELINED, *fewer).memory != made.memory
 
 
-def test_offloading_has_no_known_speed(limit: Limit) -> None:
+def test_offloading_has_no_known_speed(limit):
     small = ["training.seq_len=64", "training.global_batch_size=4", "activation_checkpoint=full"]
     [offloaded] = [each for each in found(limit, 0.1, *UNPIPELINED, *small) if each.offloads]
     assert offloaded.plan.fits and offloaded.rate is None
     assert any("host" in note for note in offloaded.plan.notes)
 
 
-def test_from_the_command_line(limit: Limit) -> None:
+def test_from_the_command_line(limit):
     composed = compose_job(UNPIPELINED, config_name="plan", schema=PlanJob)
     fits = plan(composed, UNPIPELINED)
     assert fits.data["remedies"] == [] and "fit; cheapest" not in fits.text
@@ -144,9 +142,7 @@ def test_from_the_command_line(limit: Limit) -> None:
         ({"kind": "local"}, 8, None),
     ],
 )
-def test_more_ranks_of_a_cluster(
-    fields: dict[str, Any], world: int, change: list[str] | None
-) -> None:
+def test_more_ranks_of_a_cluster(fields, world, change):
     cluster = ClusterConfig(**fields, ranks_per_node=8 if fields["kind"] == "slurm" else None)
     found = multiply_ranks(cluster, world, 2)
     assert (found and list(found)) == change
@@ -156,7 +152,7 @@ def test_more_ranks_of_a_cluster(
     assert change is None or cluster.nodes_for(2 * world)
 
 
-def test_a_search_in_which_nothing_fits_names_the_closest_layout(limit: Limit) -> None:
+def test_a_search_in_which_nothing_fits_names_the_closest_layout(limit):
     typed = [*UNPIPELINED, "parallelism=fsdp_tp", "search=true"]
     limit(0.07)
     with pytest.raises(UserError, match=r"fits; the closest .*; would work: more ranks") as caught:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import prod
-from pathlib import Path
 
 import pytest
 
 from harness.compose.composer import compose_job, compose_points
 from harness.compose.resolve import resolve
-from harness.config.job import Job, differing_numerics
+from harness.config.job import differing_numerics
 from harness.config.parallelism import AXES
 from harness.config.pipeline import num_stages
 from harness.tools.plan import search as search_module
@@ -25,9 +23,9 @@ from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.plan import Plan, Resolution
+from harness.tools.plan.plan import Resolution
 from harness.tools.plan.search import search
-from harness.tools.plan.space import SCHEDULES_TRIED, LayoutPoint, Space
+from harness.tools.plan.space import SCHEDULES_TRIED, Space
 from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 from harness.util.errors import ConfigError, UserError
@@ -43,18 +41,18 @@ TIGHT = 0.45
 """GiB that some of its plans need and some do not."""
 
 
-def space_of(*overrides: str) -> Space:
+def space_of(*overrides):
     job = compose_job(["search=true", *overrides], config_name="plan", schema=PlanJob)
     return Space.of(job.plain, ["search=true", *overrides])
 
 
-def points_of(space: Space) -> list[LayoutPoint]:
+def points_of(space):
     return [
         point for layout in space.layouts() for group in space.groups(*layout) for point in group
     ]
 
 
-def legal_points(space: Space) -> list[LayoutPoint]:
+def legal_points(space):
     legal = []
     for point in points_of(space):
         with suppress(ConfigError):
@@ -63,7 +61,7 @@ def legal_points(space: Space) -> list[LayoutPoint]:
     return legal
 
 
-def every_job(base: Job, ranks: int) -> Iterator[Job]:
+def every_job(base, ranks):
     """Every legal job of these ranks, by brute force and without the search's code."""
     for degrees in itertools.product((1, 2, 4, 8), repeat=len(AXES)):
         of = dict(zip(AXES, degrees, strict=True))
@@ -96,7 +94,7 @@ def every_job(base: Job, ranks: int) -> Iterator[Job]:
                 continue
 
 
-def key_of(job: Job) -> tuple[object, ...]:
+def key_of(job):
     """Fields in which jobs that run differently differ; layers per stage count by the number of stages."""
     layout = job.parallelism
     pipeline = (
@@ -114,12 +112,12 @@ def key_of(job: Job) -> tuple[object, ...]:
 
 
 @cache
-def planned(*overrides: str) -> tuple[Space, dict[tuple[object, ...], Plan]]:
+def planned(*overrides):
     space = space_of(*overrides)
     return space, {key_of(job): make_plan(job) for job in every_job(space.base, space.world)}
 
 
-def test_the_space_is_every_legal_job() -> None:
+def test_the_space_is_every_legal_job():
     space, plans = planned(*BRUTE)
     jobs = [point.job(space.base) for point in legal_points(space)]
     found = [key_of(job) for job in jobs]
@@ -128,7 +126,7 @@ def test_the_space_is_every_legal_job() -> None:
     assert not any(differing_numerics(space.base, job) for job in jobs)
 
 
-def test_an_illegal_mesh_or_schedule_is_counted_and_never_shown() -> None:
+def test_an_illegal_mesh_or_schedule_is_counted_and_never_shown():
     """With rules about float8's block length, compiled blocks and a schedule's microbatches."""
     space = space_of(*COMPILED, "training.seq_len=80")
     found = search(space, 10)
@@ -145,9 +143,7 @@ def test_an_illegal_mesh_or_schedule_is_counted_and_never_shown() -> None:
 @pytest.mark.parametrize(
     ("memory_gib", "headroom"), [(80.0, 0.0), (TIGHT, 0.0), (TIGHT / 0.8, 0.2)]
 )
-def test_the_best_are_those_of_brute_force(
-    monkeypatch: pytest.MonkeyPatch, memory_gib: float, headroom: float
-) -> None:
+def test_the_best_are_those_of_brute_force(monkeypatch, memory_gib, headroom):
     space, plans = planned(*BRUTE)
     limit = memory_gib * 2**30
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
@@ -181,14 +177,14 @@ def test_the_best_are_those_of_brute_force(
 
 
 @pytest.mark.parametrize("batch", [9, 11])
-def test_the_smallest_passes_may_be_illegal(batch: int) -> None:
+def test_the_smallest_passes_may_be_illegal(batch):
     """Zero-bubble and interleaved schedules take whole rounds of microbatches."""
     assert search(
         space_of(*EIGHT, "parallelism.pp=4", f"training.global_batch_size={batch}"), 3
     ).best
 
 
-def test_one_number_of_microbatches_may_be_legal(tmp_path: Path) -> None:
+def test_one_number_of_microbatches_may_be_legal(tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text("0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n")
     space = space_of(
@@ -201,7 +197,7 @@ def test_one_number_of_microbatches_may_be_legal(tmp_path: Path) -> None:
     assert {each.point.local_batch_size // each.point.microbatch_size for each in best} == {4}
 
 
-def rank(plan: Plan) -> tuple[float, tuple[int, bool, int], float]:
+def rank(plan):
     assert plan.speed is not None
     layout, pipelined = plan.job.parallelism, "pp" in split(plan)
     options = plan.job.activation_checkpoint.mode != "none"
@@ -215,12 +211,12 @@ def rank(plan: Plan) -> tuple[float, tuple[int, bool, int], float]:
     )
 
 
-def split(plan: Plan) -> set[str]:
+def split(plan):
     """The axes that split something."""
     return {axis for axis, degree in plan.job.parallelism.degrees.items() if degree > 1}
 
 
-def test_options_of_a_format_are_legal_in_a_search() -> None:
+def test_options_of_a_format_are_legal_in_a_search():
     options = ["precision.enable_fsdp_float8_all_gather=true", "precision.filter_fqns=[output,wq]"]
     space = space_of(
         *COMPILED, *options, "parallelism.pp=1", "parallelism.cp=1", "parallelism.tp=1"
@@ -254,7 +250,7 @@ def test_options_of_a_format_are_legal_in_a_search() -> None:
         ),
     ],
 )
-def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> None:
+def test_the_points_of_a_space(typed, what, expected):
     space = space_of(*EIGHT, *typed.split())
     assert {getattr(point, what) for point in points_of(space)} == expected
     assert space.world == (32 if "nodes=4" in typed else 8)
@@ -288,15 +284,13 @@ def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> 
         ),
     ],
 )
-def test_searches_that_find_nothing(
-    typed: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searches_that_find_nothing(typed, message, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match=f"^{message}"):
         search(space_of(*EIGHT, *typed.split()), 10)
 
 
-def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
+def test_from_the_command_line_to_a_sweep(tmp_path):
     """The points of the sweep are the planned jobs; the simple ones are among them."""
     file = tmp_path / "own" / "sweep" / "found.yaml"
     job = [*LONG, "parallelism.cp=1", "parallelism.tp=1"]
@@ -339,7 +333,7 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
     assert re.match("sweep_file=.* cannot be written", str(found.error))
 
 
-def test_what_a_search_cannot_distinguish(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_search_cannot_distinguish(monkeypatch):
     # The simplest may be slower than what is planned for speed.
     slow = search(space_of(*EIGHT, "parallelism.tp=2"), 1)
     assert slow.best[0].point.pp > 1 and slow.simplest.point.pp == 1

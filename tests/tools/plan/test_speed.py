@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 from jobs import tiny
 from plans import LLAMA_8B, job_of
 
 from harness.config.fields import with_value
-from harness.config.job import Job
 from harness.model.spec import tensors
 from harness.tools.plan.block_cost import Worker
 from harness.tools.plan.constants import Calibration, Constants, Software
-from harness.tools.plan.machine import Group, Machine, group_of, machine_of, neighbours
+from harness.tools.plan.machine import Group, group_of, machine_of, neighbours
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.parameters import muon_update, parameters_of
-from harness.tools.plan.plan import Speed, Traffic
 from harness.tools.plan.render import render
 from harness.tools.plan.space import Space
 from harness.tools.plan.step_time import StepModel
@@ -25,22 +22,22 @@ from harness.tools.plan.step_time import StepModel
 LONG = f"{LLAMA_8B} dp_shard=8 training.seq_len=8192"
 
 
-def machine_for(job: Job, software: Software | None = None, **constants: float) -> Machine:
+def machine_for(job, software=None, **constants):
     machine = machine_of(job, Calibration(Constants(**constants), software=software or Software()))
     assert machine is not None
     return machine
 
 
-def step(line: str, software: Software | None = None, **constants: float) -> Speed:
+def step(line, software=None, **constants):
     job = job_of(line)
     return StepModel(job, machine_for(job, software, **constants)).speed()[0]
 
 
-def traffic(line: str) -> list[Traffic]:
+def traffic(line):
     return make_plan(job_of(line)).traffic
 
 
-def links(line: str) -> dict[str, str]:
+def links(line):
     return {each.axis: each.link for each in traffic(line)}
 
 
@@ -65,11 +62,11 @@ SPLIT = f"{DEEPSEEK} dp_shard=32 tp=8 expert_tensor_parallel=true ep=8"
         (SPLIT, "expert_shards", Group(4, 1)),
     ],
 )
-def test_groups_know_their_nodes(line: str, axes: str, group: Group) -> None:
+def test_groups_know_their_nodes(line, axes, group):
     assert group_of(job_of(line), 8, *axes.split()) == group
 
 
-def test_ranks_among_neighbours_are_counted_as_placed() -> None:
+def test_ranks_among_neighbours_are_counted_as_placed():
     """Against a count of every group's ranks on every node."""
     for degree, stride, size, copies in product((2, 3, 8, 12), (1, 2, 8), (4, 8, 72), (1, 3, 10)):
         world = degree * stride * copies
@@ -104,7 +101,7 @@ LINK, NETWORK = 450e9 * 0.75, 50e9 * 0.85
         ("all_gather", 8e9, Group(1, 1), 0.0),
     ],
 )
-def test_collectives_by_hand(collective: str, size: float, group: Group, seconds: float) -> None:
+def test_collectives_by_hand(collective, size, group, seconds):
     machine = machine_for(job_of(f"{LLAMA_8B} dp_shard=8"), latency=0.0)
     assert machine.collective_seconds(collective, size, group) == pytest.approx(seconds)
 
@@ -119,7 +116,7 @@ def test_collectives_by_hand(collective: str, size: float, group: Group, seconds
         ("L40S", "PCIe", 1.0),
     ],
 )
-def test_links_of_devices(name: str, link: str, share: float) -> None:
+def test_links_of_devices(name, link, share):
     line = f"{LLAMA_8B} cluster=slurm dp_shard=2 cluster.accelerator='{name}'"
     assert links(line) == {"dp": link.strip("'")}
     machine = machine_for(with_value(job_of(line), "cluster.ranks_per_node", 4), latency=0.0)
@@ -129,7 +126,7 @@ def test_links_of_devices(name: str, link: str, share: float) -> None:
         assert seconds == pytest.approx(whole * (ranks - 1) / ranks / rate)
 
 
-def test_a_domain_of_nodes_is_one_node_to_the_links() -> None:
+def test_a_domain_of_nodes_is_one_node_to_the_links():
     """64 GPUs on 16 nodes of a rack: with a domain every group has NVLink, without it only those of 4."""
     rack = f"{LLAMA_8B} cluster=slurm_gb200 tp=8"
     wide = f"{rack} dp_shard=8 training.global_batch_size=8"
@@ -149,7 +146,7 @@ def test_a_domain_of_nodes_is_one_node_to_the_links() -> None:
     assert "16 nodes of 4, NVLink joins 18 nodes" in render(make_plan(job_of(wide)))
 
 
-def test_a_search_keeps_tensor_parallel_within_the_domain() -> None:
+def test_a_search_keeps_tensor_parallel_within_the_domain():
     typed = ["parallelism.pp=1", "parallelism.cp=1", "parallelism.dp_replicate=1"]
     line = f"{LLAMA_8B} cluster=slurm_gb200 cluster.nodes=16 dp_shard=64 {' '.join(typed)}"
     for nodes, most in ((18, 64), (1, 4)):
@@ -163,9 +160,7 @@ def test_a_search_keeps_tensor_parallel_within_the_domain() -> None:
     # The last is p5.48xlarge: 32 adapters of 100 Gbit/s for 8 GPUs.
     [(None, 400, 50e9), (4, 400, 25e9), (32, 100, 50e9)],
 )
-def test_adapters_are_shared_by_the_ranks_of_a_node(
-    adapters: Any, gbps: int, bandwidth: float
-) -> None:
+def test_adapters_are_shared_by_the_ranks_of_a_node(adapters, gbps, bandwidth):
     job = job_of(
         f"{LLAMA_8B} dp_shard=16 training.global_batch_size=16 cluster.network_gbps={gbps}"
     )
@@ -173,7 +168,7 @@ def test_adapters_are_shared_by_the_ranks_of_a_node(
     assert machine_for(job).network_bandwidth == bandwidth
 
 
-def test_without_a_network_there_is_no_speed_between_nodes() -> None:
+def test_without_a_network_there_is_no_speed_between_nodes():
     unknown = f"{LLAMA_8B} cluster.network_gbps=null training.global_batch_size=16"
     assert machine_of(job_of(f"{unknown} dp_shard=8")) is not None
     far = make_plan(job_of(f"{unknown} dp_shard=16"))
@@ -181,7 +176,7 @@ def test_without_a_network_there_is_no_speed_between_nodes() -> None:
     assert "unknown network between nodes; set cluster.network_gbps" in render(far)
 
 
-def test_collectives_beside_computing_slow_it_down() -> None:
+def test_collectives_beside_computing_slow_it_down():
     """Gathers and reductions of 32 blocks are hidden but for the first ones, and take computing with them."""
     alone, slowed = (step(LONG, contention=share, second_wave=0.0) for share in (0.0, 0.15))
     taken = sum(each.seconds or 0.0 for each in traffic(LONG))
@@ -194,7 +189,7 @@ def test_collectives_beside_computing_slow_it_down() -> None:
         assert machine.contention == constants.contention + lost
 
 
-def test_a_power_limit_slows_products_and_not_memory() -> None:
+def test_a_power_limit_slows_products_and_not_memory():
     """500 of 700 W is a clock of sqrt(300 / 500), with 200 W that do not depend on it."""
     rated, limited = (
         machine_for(job_of(f"{LONG} cluster.accelerator='{name}'"))
@@ -207,14 +202,14 @@ def test_a_power_limit_slows_products_and_not_memory() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "deviations"), [(1, 0.0), (8, 1.424), (128, 2.594)])
-def test_more_devices_have_a_slower_slowest_one(ranks: int, deviations: float) -> None:
+def test_more_devices_have_a_slower_slowest_one(ranks, deviations):
     """The expected maximum of normal values, with a deviation of 1.75 %."""
     job = job_of(f"{LLAMA_8B} dp_shard={ranks} training.global_batch_size=128")
     assert machine_for(job).pace == pytest.approx(1 + deviations * 0.0175, abs=5e-4)
 
 
-def test_other_software_has_other_kernels() -> None:
-    def rate(*names: str, **values: Any) -> float:
+def test_other_software_has_other_kernels():
+    def rate(*names, **values):
         return step(LONG, Software(*names, **values)).tokens_per_second_per_rank
 
     here = rate()
@@ -224,9 +219,7 @@ def test_other_software_has_other_kernels() -> None:
 
 
 @pytest.mark.parametrize(("compiled", "times"), [("on", 2), ("off", 1)])
-def test_either_half_of_a_split_pass_calls_all_of_a_compiled_block(
-    compiled: str, times: int
-) -> None:
+def test_either_half_of_a_split_pass_calls_all_of_a_compiled_block(compiled, times):
     line = (
         f"{LLAMA_8B} pp=2 pp_schedule=ZBVZeroBubble training.local_batch_size=8 compile={compiled}"
     )
@@ -236,11 +229,11 @@ def test_either_half_of_a_split_pass_calls_all_of_a_compiled_block(
     assert second["I"].seconds + second["W"].seconds == pytest.approx(times * second["B"].seconds)
 
 
-def test_experts_wait_for_the_busiest_rank() -> None:
+def test_experts_wait_for_the_busiest_rank():
     """64 experts of a load with a deviation of 0.25 on 8 ranks: the sum of 8 has 0.25 / sqrt(8), and the
     largest of 8 sums is 1.42 of that above the mean."""
 
-    def busiest(line: str) -> float:
+    def busiest(line):
         job = job_of(line)
         return Worker(job, machine_for(job)).busiest
 
@@ -254,7 +247,7 @@ def test_experts_wait_for_the_busiest_rank() -> None:
     assert slow["compute"] > fast["compute"]
 
 
-def test_muon_of_two_ranks_by_hand() -> None:
+def test_muon_of_two_ranks_by_hand():
     """Each rank sends its half of the other's matrices, and gets it back orthogonalized."""
     job = tiny("optimizer=muon", "parallelism.dp_shard=2", "training.global_batch_size=8")
     planned = muon_update(job, parameters_of(job, 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import Any
 
 import pytest
 from one_line import one_line
@@ -37,7 +36,7 @@ from harness.util.hardware import ACCELERATORS, CUDA_DEVICES, find_accelerator
 BASE = ["model=llama3_debug", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
 
 
-def job_of(*overrides: str, config_name: str = "rehearse", schema: type[Any] = RehearseJob) -> Any:
+def job_of(*overrides, config_name="rehearse", schema=RehearseJob):
     return compose_job([*BASE, *overrides], config_name=config_name, schema=schema)
 
 
@@ -95,7 +94,7 @@ def test_calls_are_read():
     assert calls.waits == {("stream", "train/engine.py:1"): 2}
 
 
-def figures_of(**changes: object) -> RankFigures:
+def figures_of(**changes):
     found = RankFigures(
         rank=0,
         pp_rank=0,

@@ -21,7 +21,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
-from harness.tools.rehearse.render import Quantity, memory_lines, traffic_lines
+from harness.tools.rehearse.render import memory_lines, traffic_lines
 from harness.tools.rehearse.server import rehearse_rank
 
 pytestmark = pytest.mark.rehearsal
@@ -57,7 +57,7 @@ class Rehearsed:
     ranks: list[RankFigures]
 
 
-def rehearsed(*overrides: str) -> Rehearsed:
+def rehearsed(*overrides):
     named = {each.partition("=")[0] for each in overrides}
     common = ("data=synthetic", "tokenizer=bytes", "precision=bf16")
     typed = [*(each for each in common if each.split("=")[0] not in named), *overrides]
@@ -71,11 +71,11 @@ def rehearsed(*overrides: str) -> Rehearsed:
     return Rehearsed(make_plan(plain), ranks)
 
 
-def options(group: str) -> list[str]:
+def options(group):
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:
+def check(found, *, waits=frozenset()):
     """Check what holds for every step: it ends, calls nothing unknown, waits only where it must."""
     for figures in found.ranks:
         assert figures.failure is None, figures.failure
@@ -91,12 +91,12 @@ def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:
         assert figures.allocation_retries == 0
 
 
-def check_close(line: Quantity, tolerance: float) -> None:
+def check_close(line, tolerance):
     assert line.planned is not None
     assert line.rehearsed == pytest.approx(line.planned, rel=tolerance, abs=2**20), line
 
 
-def check_collectives(found: Rehearsed) -> None:
+def check_collectives(found):
     """Check that a step has the collectives that are planned, with their bytes, and no others of any size."""
     for figures in found.ranks:
         for line in traffic_lines(figures, found.plan):

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,20 +46,18 @@ PipelineStage._prepare_forward_infra = substitutes._shapes_are_known
 """
 
 
-def train(
-    folder: Path, *overrides: str, gpus: str | None = None
-) -> subprocess.CompletedProcess[str]:
+def train(folder, *overrides, gpus=None):
     command = [sys.executable, "-m", "harness.train", *BASE, f"runs_dir={folder}", *overrides]
     variables = environment(library()) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
 
 
-def run_folder(folder: Path) -> Path:
+def run_folder(folder):
     [found] = (path.parent for path in folder.glob("*/[0-9a-f]*/job.json"))
     return found
 
 
-def result(folder: Path) -> dict[str, Any]:
+def result(folder):
     return dict(json.loads((run_folder(folder) / "result.json").read_text()))
 
 

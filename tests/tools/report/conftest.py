@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "gpu_single")
 def plan_with(monkeypatch):
     """Replace ``make_plan`` by a function."""
 
-    def put(make_plan: Callable[[Any], Any]) -> None:
+    def put(make_plan):
         monkeypatch.setitem(
             sys.modules, "harness.tools.plan.make", SimpleNamespace(make_plan=make_plan)
         )

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from harness.compose.composer import Composed, compose_points
-from harness.config.job import Job
 from harness.launch.sweep.folder import Point, Skipped, SweepFolder
 from harness.model.accounting import account
 from harness.run.result import write_result
@@ -22,12 +18,12 @@ SPACE = [
 ]
 
 
-def rate_of(job: Job) -> float:
+def rate_of(job):
     """Return tokens per second per rank; fewer splits are faster."""
     return 1000.0 / job.parallelism.tp / job.parallelism.pp + job.parallelism.dp_shard
 
 
-def result(job: Job, rate: float, device: str = DEVICE, **more: Any) -> dict[str, Any]:
+def result(job, rate, device=DEVICE, **more):
     """Return the row of a completed run."""
     counted = account(job.model, job.training.seq_len)
     world = rate * job.world_size
@@ -66,7 +62,7 @@ def result(job: Job, rate: float, device: str = DEVICE, **more: Any) -> dict[str
     }
 
 
-def leave(job: Job, overrides: Sequence[str], row: dict[str, Any] | None) -> Path:
+def leave(job, overrides, row):
     """Write a run folder; return its path."""
     folder = job.run_dir
     folder.mkdir(parents=True)
@@ -79,9 +75,7 @@ def leave(job: Job, overrides: Sequence[str], row: dict[str, Any] | None) -> Pat
     return folder
 
 
-def make_sweep(
-    runs: Path, space: Sequence[str] = SPACE, failing: Callable[[Job], bool] | None = None
-) -> Path:
+def make_sweep(runs, space=SPACE, failing=None):
     """Write a sweep in which every valid point completed or failed; return its folder."""
     points = compose_points([*space, f"runs_dir={runs}"])
     legal: list[Composed] = [each for each in points if each.job is not None]
@@ -99,10 +93,10 @@ def make_sweep(
     return folder.path
 
 
-def plan_of(rate: Callable[[Job], float], gib: float = 4.0) -> Callable[[Job], Any]:
+def plan_of(rate, gib=4.0):
     """Return a ``make_plan`` with the exact throughput of every job."""
 
-    def make_plan(job: Job, calibration: Any = None) -> Any:
+    def make_plan(job, calibration=None):
         tokens = rate(job)
         step = job.global_batch_size * job.training.seq_len / tokens / job.world_size
         speed = SimpleNamespace(tokens_per_second_per_rank=tokens, mfu=0.4, step_seconds=step)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiers import THOROUGH
 
-from harness.compose.composer import Composed, compose_points
+from harness.compose.composer import compose_points
 from harness.compose.scale import count
 from harness.compose.verb import guarded
 from harness.launch.rows import KEPT, as_planned, read_kept
@@ -20,7 +20,6 @@ from harness.tools.report.fits import fits_of
 from harness.tools.report.power_laws import (
     CHINCHILLA,
     COMPUTE,
-    Fit,
     budgets,
     fit,
     fit_frontier,
@@ -33,7 +32,7 @@ TRUTH = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658
 Data = tuple[Any, Any]
 
 
-def chinchilla(seed: int, count: int, noise: float) -> Data:
+def chinchilla(seed, count, noise):
     """Return sizes and tokens of the ranges of the paper, and their losses with normal noise."""
     random = np.random.default_rng(seed)
     sizes = 10 ** random.uniform(7.8, 10.2, count)
@@ -44,14 +43,14 @@ def chinchilla(seed: int, count: int, noise: float) -> Data:
     return np.column_stack([sizes, tokens]), losses * np.exp(noise * random.standard_normal(count))
 
 
-def ladder(seed: int, sizes: int, noise: float) -> Data:
+def ladder(seed, sizes, noise):
     """Return compute and losses of a ladder, without and with noise."""
     flops = np.geomspace(1e18, 1e21, sizes)[:, None]
     losses = 1.7 + 600 / flops[:, 0] ** 0.15
     return flops, losses * np.exp(noise * np.random.default_rng(seed).standard_normal(sizes))
 
 
-def coverage(made: Fit, truth: dict[str, float]) -> list[bool]:
+def coverage(made, truth):
     return [value in made.estimate(name) for name, value in truth.items()]
 
 
@@ -97,7 +96,7 @@ def test_too_few_points_are_refused():
         fit(COMPUTE, *ladder(0, 3, noise=0.0))
 
 
-def isoflop(noise: float, curvature: float = 0.03) -> tuple[list[float], list[float], list[float]]:
+def isoflop(noise, curvature=0.03):
     """Return compute, sizes and losses of exact parabolas, whose minima are at 0.1 C^0.5."""
     random, rows = np.random.default_rng(0), []
     for flops in (1e18, 1e19, 1e20):
@@ -158,11 +157,11 @@ ISOFLOP = ["sweep=isoflop", *JOB, "scale.flops=3e18,1e19,3e19"]
 
 
 @functools.cache
-def points_of(*overrides: str) -> list[Composed]:
+def points_of(*overrides):
     return compose_points(overrides)
 
 
-def made(overrides: list[str], noise: float, completed: int | None = None) -> list[Row]:
+def made(overrides, noise, completed=None):
     """Return rows of a sweep whose losses follow the refit of Chinchilla's law (arXiv:2404.10102)."""
     random, rows = np.random.default_rng(0), []
     for point in points_of(*overrides):
@@ -178,7 +177,7 @@ def made(overrides: list[str], noise: float, completed: int | None = None) -> li
     return rows
 
 
-def run(folder: Path, rows: list[Row], *arguments: str) -> int:
+def run(folder, rows, *arguments):
     folder.mkdir(exist_ok=True)
     (folder / KEPT).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return guarded(lambda: VERB.run_line([str(folder), *arguments]))

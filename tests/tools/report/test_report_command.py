@@ -14,7 +14,6 @@ import pytest
 from made import DEVICE, make_sweep, plan_of, rate_of, result
 
 from harness.compose.composer import compose_points
-from harness.config.job import Job
 from harness.launch.rows import as_planned
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.report.predictions import CALIBRATION, calibration_of, with_predictions
@@ -26,7 +25,7 @@ LLAMA = ROOT / "experiments" / "llama3_h100"
 Put = Callable[[Any], None]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["harness report", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         VERB.main()
@@ -42,7 +41,7 @@ def test_a_sweep(
 ):
     seen: list[str | None] = []
 
-    def make_plan(job: Job, calibration: Any) -> Any:
+    def make_plan(job, calibration):
         assert calibration is None
         seen.append(job.cluster.accelerator)
         return plan_of(lambda job: 1.1 * rate_of(job))(job)
@@ -98,7 +97,7 @@ def test_a_calibration_beside_the_rows_applies(tmp_path, plan_with):
     other.write(str(tmp_path / "other.json"))
     used: list[Calibration | None] = []
 
-    def make_plan(job: Job, calibration: Calibration | None) -> Any:
+    def make_plan(job, calibration):
         used.append(calibration)
         return plan_of(rate_of)(job)
 

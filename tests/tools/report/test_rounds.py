@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from harness.compose.composer import compose_job
@@ -19,7 +17,7 @@ TINY = [
 ]
 
 
-def ran(rate: float | None, seed: int, *typed: str) -> dict[str, Any]:
+def ran(rate, seed, *typed):
     """The row of a run; it failed if there is no rate."""
     typed = (f"training.seed={seed}", *typed)
     row = as_planned(

@@ -7,7 +7,6 @@ import math
 import shlex
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,7 +259,7 @@ COMMON = [
 ]
 
 
-def leave_run(runs: Path, *typed: str) -> None:
+def leave_run(runs, *typed):
     overrides = [*COMMON, *typed, f"runs_dir={runs}"]
     job = compose_job(overrides)
     leave(job, overrides, result(job, rate_of(job)))

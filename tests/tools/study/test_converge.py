@@ -7,19 +7,17 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from jobs import TINY
 
-from harness.compose.composer import Composed, compose_job
-from harness.config.job import Job
+from harness.compose.composer import compose_job
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.tools.study import converge as verb
-from harness.tools.study.techniques import ConvergeJob, Technique, compose_techniques
+from harness.tools.study.techniques import ConvergeJob, compose_techniques
 from harness.train.rank import run_rank
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 
@@ -39,11 +37,11 @@ class Sweep:
 
     written: ClassVar[dict[str, dict[str, bytes]]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ran: list[Path] = []
         self.stops_after, self.code = 100, EXIT_INTERRUPTED
 
-    def __call__(self, points: Sequence[Composed]) -> int:
+    def __call__(self, points):
         for point in points:
             folder = RunFolder(point.job.run_dir)
             if folder.state == "completed":
@@ -56,7 +54,7 @@ class Sweep:
             self.ran.append(folder.path)
         return EXIT_OK
 
-    def _run(self, job: Job, folder: RunFolder) -> None:
+    def _run(self, job, folder):
         if job.id in self.written:
             for name, content in self.written[job.id].items():
                 (folder.path / name).write_bytes(content)
@@ -77,12 +75,12 @@ def sweep(monkeypatch):
 
 
 @functools.cache
-def composed(*typed: str) -> tuple[ConvergeJob, list[Technique]]:
+def composed(*typed):
     job = compose_job(typed, config_name="converge", schema=ConvergeJob)
     return job, compose_techniques(job, typed)
 
 
-def converge(runs_dir: Path, *overrides: str) -> int:
+def converge(runs_dir, *overrides):
     typed = [*JOB, *OPTIONS, f"runs_dir={runs_dir}", "name=c", *overrides]
     done = verb.converge(composed(*typed)[0], typed)
     if isinstance(done, int):
@@ -91,12 +89,12 @@ def converge(runs_dir: Path, *overrides: str) -> int:
     return done.code
 
 
-def rows(runs_dir: Path) -> dict[str, dict[str, str]]:
+def rows(runs_dir):
     with (runs_dir / "c" / "converge" / "table.csv").open() as file:
         return {row["technique"]: row for row in csv.DictReader(file)}
 
 
-def edit_result(run_dir: Path, **changes: Any) -> None:
+def edit_result(run_dir, **changes):
     path = run_dir / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from harness.compose.composer import compose_job
-from harness.tools.study.techniques import ConvergeJob, Technique, compose_techniques
+from harness.tools.study.techniques import ConvergeJob, compose_techniques
 
 DENSE = ("experiment=convergence/dense", "converge.seeds=[1,7]")
 
 
-def composed(*overrides: str) -> dict[str, Technique]:
+def composed(*overrides):
     job = compose_job([*DENSE, *overrides], config_name="converge", schema=ConvergeJob)
     job.converge.validate(job)
     return {each.name: each for each in compose_techniques(job, [*DENSE, *overrides])}

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from harness.compose.composer import compose_job
-from harness.compose.verb import Result
 from harness.optimizer import settings
 from harness.tools.study.activations import Activation, recorded
 from harness.tools.study.coordcheck import (
@@ -40,16 +37,16 @@ SMALL = (
 )
 
 
-def composed(*overrides: str) -> Any:
+def composed(*overrides):
     return compose_job([*SMALL, *overrides], config_name="coordcheck", schema=CoordCheckJob)
 
 
-def checked(out: Path, *overrides: str) -> Result:
+def checked(out, *overrides):
     """The check of a small model."""
     return coordcheck(composed(*overrides, f"coordcheck.out={out}"), [])
 
 
-def words(result: Result) -> dict[str, str]:
+def words(result):
     return {each["module"]: each["word"] for each in result.data["modules"]}
 
 
@@ -74,7 +71,7 @@ def test_a_wrong_learning_rate_fails(tmp_path, monkeypatch):
     assert found.code == EXIT_DRIFTS and words(found)["layers.1"] == GROWS
 
 
-def made(exponent: float, change: float, steps: int = 2) -> list[Activation]:
+def made(exponent, change, steps=2):
     """Activations of a module that follow powers of the width; at step 0 there is no change."""
     return [
         Activation(

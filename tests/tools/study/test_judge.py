@@ -33,15 +33,13 @@ BOUND = CONFIG.bound
 EXPERIMENTS, TECHNIQUES, SEEDS = 60, 8, 3
 
 
-def truth(steps: Losses) -> Losses:
+def truth(steps):
     """A loss that falls from 7 to 2.3: quickly at first, then by a power of the step."""
     curve: Losses = 2 + 4 * np.exp(-steps / 12) + 0.8 * (1 + steps / 20) ** -0.5
     return curve
 
 
-def experiment(
-    random: np.random.Generator, *, drift: float, speed: float = 0.0, offset: float = 0.0
-) -> tuple[Curves, dict[str, Curves]]:
+def experiment(random, *, drift, speed=0.0, offset=0.0):
     """Make the curves of a control and of techniques with the same true difference.
 
     Args:
@@ -53,7 +51,7 @@ def experiment(
     """
     noise = {seed: 1 + 0.03 * random.standard_normal(len(STEPS)) for seed in range(SEEDS)}
 
-    def runs(speed: float, offset: float, drift: float) -> Curves:
+    def runs(speed, offset, drift):
         walks = (
             drift * random.standard_normal((SEEDS, len(STEPS))).cumsum(axis=1) / len(STEPS) ** 0.5
         )
@@ -66,13 +64,13 @@ def experiment(
     return runs(0.0, 0.0, 0.0), techniques
 
 
-def verdict(control: Curves, curves: Curves, *, same: bool = False) -> tuple[str, str]:
+def verdict(control, curves, *, same=False):
     estimates = differences(control, curves, CONFIG)
     return judge(estimates, BOUND, has_same_numerics=same)
 
 
 @functools.cache
-def rates(**differences: float) -> Counter[str]:
+def rates(**differences):
     """Return the share of each verdict."""
     random = np.random.default_rng(0)
     words: Counter[str] = Counter()

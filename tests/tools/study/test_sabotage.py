@@ -13,9 +13,7 @@ from jobs import tiny
 from tiers import THOROUGH
 
 from harness.config.fields import with_value
-from harness.config.job import Job
-from harness.launch.pool import RankPool
-from harness.tools.parity.parity import Trace, trace
+from harness.tools.parity.parity import trace
 from harness.tools.study.judge import (
     BETTER,
     DIFFERENT,
@@ -38,7 +36,7 @@ JOB = (
 FSDP = ("parallelism=fsdp", "parallelism.dp_shard=2")
 
 
-def missing_scale_on_one_rank(job_json: str, steps: int) -> Trace:
+def missing_scale_on_one_rank(job_json, steps):
     """Rank 1 leaves a factor of a half out of its gradients; the losses that it reports are right."""
     from harness.parallelism.loss import TokenLoss
 
@@ -52,7 +50,7 @@ def missing_scale_on_one_rank(job_json: str, steps: int) -> Trace:
         return trace(job_json, steps)
 
 
-def smaller_gradients(job_json: str, steps: int) -> Trace:
+def smaller_gradients(job_json, steps):
     """All gradients are 3 % too small, as if tokens without a label counted."""
     from harness.train.engine import Engine
 
@@ -67,7 +65,7 @@ def smaller_gradients(job_json: str, steps: int) -> Trace:
         return trace(job_json, steps)
 
 
-def curves(pool: RankPool, job: Job, train=trace) -> Curves:
+def curves(pool, job, train=trace):
     losses, norms = {}, {}
     for seed in SEEDS:
         own = with_value(job, "training.seed", seed)
