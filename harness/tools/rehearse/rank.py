@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -46,7 +46,7 @@ def main(result: Path) -> None:
     import harness.tools.rehearse.substitutes  # noqa: F401
 
     figures = rehearse(job, **request)
-    result.write_bytes(pickle.dumps(figures))
+    result.write_text(json.dumps(dataclasses.asdict(figures)))
     sys.stdout.flush()
     sys.stderr.flush()
     # Skip the destructors of communicators.

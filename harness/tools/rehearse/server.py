@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -60,8 +59,7 @@ def rehearse_rank(job: Job, rank: int, config: RehearseConfig) -> RankFigures:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if result.is_file():
-            figures: RankFigures = pickle.loads(result.read_bytes())
-            return figures
+            return RankFigures.from_plain(json.loads(result.read_text()))
         said = log.read_text(errors="replace").strip().splitlines()[-LINES_SHOWN:]
     pp_rank = rank // (job.world_size // job.parallelism.pp)
     figures = RankFigures(rank, pp_rank, str(job.cluster.accelerator))
