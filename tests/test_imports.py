@@ -83,7 +83,8 @@ def test_the_way_to_the_first_forward_pass_is_short(tmp_path):
     rank = seen(AT_FORWARD)["frames"]
     # A rank that is a process of its own has two more: its module and main.
     frames = [*started["frames"], "<module>", "main", *rank[rank.index("run_rank") :], "forward"]
-    assert len(frames) <= 19, frames
+    # One of them is what training and evaluation share: the losses of a batch.
+    assert len(frames) <= 20, frames
 
 
 def test_arrows_point_down():
