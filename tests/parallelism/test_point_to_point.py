@@ -176,6 +176,6 @@ def test_an_order_in_a_file_is_accepted_if_it_ends(tmp_path):
             read_csv_schedule(str(path), pp)
             assert unfinished(batches) == [0] * pp, rows
         else:
-            with pytest.raises(ConfigError, match=r"for ever|one I and one W after it"):
+            with pytest.raises(ConfigError, match=r"for ever|one I and then one W"):
                 read_csv_schedule(str(path), pp)
     assert min(counts.values()) > 60, counts
