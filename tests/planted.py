@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from harness.checkpoint import load
 from harness.data.batch import IGNORE_INDEX, count_valid
@@ -234,7 +234,7 @@ def normalizer_of_own_vocabulary():
     return patch.object(
         loss,
         "_cross_entropy",
-        lambda logits, labels, scale, _group: original(logits, labels, scale, None),
+        lambda logits, labels, scale, group: original(logits, labels, scale, None),
     )
 
 
@@ -267,10 +267,9 @@ def _gathering_wrongly(now):
         def gather(_module, inputs):
             local = tensor_styles._placed(inputs[0], other if now() else mesh, self.stream)
             whole = local.redistribute(placements=(Replicate(),)).to_local()
+            placed = tensor_styles._placed(whole, mesh, Replicate())
             return (
-                tensor_styles._with_partial_gradient(
-                    tensor_styles._placed(whole, mesh, Replicate())
-                ),
+                placed.to_local(grad_placements=(Partial(),)),
                 *inputs[1:],
             )
 
@@ -295,13 +294,14 @@ def head_norms_not_summed():
 
 def router_gradients_not_summed():
     """Every tensor-parallel rank keeps the gradient that its own tokens give the router."""
-    original = expert._replicate_router
+    original = parallelize.apply_expert_parallel
 
-    def replicate(moe, mesh):
-        original(moe, mesh)
-        moe.router.partial_gradients = {"weight": [Replicate()], "bias": [Replicate()]}
+    def apply(part, *arguments, **options):
+        original(part, *arguments, **options)
+        for moe in part.mixtures.values():
+            moe.router.partial_gradients = {"weight": [Replicate()], "bias": [Replicate()]}
 
-    return patch.object(expert, "_replicate_router", replicate)
+    return patch.object(parallelize, "apply_expert_parallel", apply)
 
 
 def auxiliary_loss_of_own_tokens():
