@@ -1,7 +1,5 @@
 """The command ``harness``."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from typing import NoReturn

@@ -7,8 +7,6 @@ A checkpoint is complete when its manifest is valid and every file listed there 
 File contents are compared with checksums when they are read (harness/checkpoint/storage.py).
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """Loading a checkpoint or initial values, on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ Settings that come from the job (learning rates, betas, weight decay) are not st
 optimizer keeps and nothing here names would be lost in a resume, so ``require_owned`` refuses it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choose the checkpoint that a run starts from, by examining folders; nothing is loaded. Imports no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Saving checkpoints on all ranks, synchronously or in the background."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time

@@ -8,8 +8,6 @@
 ``RankGroup`` has the calls that all ranks make, and that fail on all ranks if they fail on one.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import random

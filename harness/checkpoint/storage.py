@@ -5,8 +5,6 @@ other readers ignore. Sizes and checksums of files are stored in ``manifest.json
 last. The checksums are XXH3-128, so ``xxh128sum`` can check files by hand.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -3,8 +3,6 @@
 Every file is read once, sequentially, and several files in parallel. Imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Command lines: the flags of all verbs, of which overrides are the rest; ``--help`` and ``--cfg``."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys

@@ -5,8 +5,6 @@ dictionaries. So this module uses parts of Hydra 1.3 that are private: ``create_
 the repository of files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Errors of Hydra, OmegaConf and YAML as errors of the user: their words, in one line."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The length of a run: which of the fields that can give it counts, its steps, and the warm-up in it."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

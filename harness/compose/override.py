@@ -1,7 +1,5 @@
 """One override, parsed once: its sign, key and value, and its text in Hydra's grammar."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Checks of overrides: groups, options, fields and settings of Hydra; one line for each mistake."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

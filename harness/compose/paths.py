@@ -1,7 +1,5 @@
 """Folders of configurations: ``conf/`` of the checkout or the wheel, and the folders of the search path."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

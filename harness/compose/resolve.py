@@ -3,8 +3,6 @@
 A rule raises ConfigError; the rules of one part are beside its fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Apply ``scale``: model size, tokens and hyperparameters from a few numbers (no torch)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Verbs: their declaration, their process and command line, errors on one line, exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import io

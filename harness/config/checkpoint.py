@@ -1,7 +1,5 @@
 """The ``checkpoint`` group of a job: what is saved, when and how, and which checkpoint a run starts from."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

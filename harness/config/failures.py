@@ -17,8 +17,6 @@
 | ``interrupted`` | 130 | of a rank that got a signal to stop; a run then counts as stopped |
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import traceback

@@ -1,7 +1,5 @@
 """An accelerator in numbers of the user's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any

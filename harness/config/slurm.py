@@ -1,7 +1,5 @@
 """What SLURM is asked for, and how it starts the ranks."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

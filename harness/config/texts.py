@@ -4,8 +4,6 @@ Strings end up in sbatch scripts, files, reports and trackers. Both rules are ch
 written.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

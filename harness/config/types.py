@@ -1,7 +1,5 @@
 """Types of fields: which values fit, how others are converted, and both in words."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from types import NoneType, UnionType

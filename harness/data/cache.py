@@ -4,8 +4,6 @@ Its folder, ``<cache_dir>/corpus-<key>``, is named by a hash of everything that 
 content, so it is never stale and never modified. A damaged cache is rebuilt.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

@@ -15,8 +15,6 @@ shards, one after the other, whatever the number of shards. Units and shards are
 another name and then renamed, so those that are finished are kept when a process is killed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -5,8 +5,6 @@ yields its documents in a fixed order, including empty ones, so that a document'
 Several processes may read its spans: sources are picklable.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import contextlib

@@ -3,8 +3,6 @@
 It stands above the files of the kinds (``config/data_kinds.py`` names their functions).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from fractions import Fraction
 

@@ -6,8 +6,6 @@ nor its state depends on the number of ranks. Scheduled sizes (``config/training
 many samples, or which pieces of samples, a step reads; a rank has the same fraction of every batch.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -10,8 +10,6 @@ see one source only. So samples are shuffled within blocks of a global batch, an
 after each block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import lcm

@@ -4,8 +4,6 @@
 resumed run trains on every batch exactly once.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ a chunk of a row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are reque
 be used.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import traceback

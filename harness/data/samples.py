@@ -4,8 +4,6 @@ Sample g is a function of (data, tokenizer, seed, g) only, independent of ranks 
 sequence length.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ TARGET/.unfinished/      locks, and files of work that is not finished
 TARGET/manifest.json     written last: the folder is complete
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

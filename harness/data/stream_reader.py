@@ -19,8 +19,6 @@ A position is a JSON object, the start of a document:
   in it. The other values are then those of the block's first document.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ batch size, but neither on the assignment of rows to ranks nor on the processes 
 (``read_ahead.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Word-splitting patterns and special tokens, which a tiktoken file does not contain."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Data kind ``tokens``: token files that exist, read in place (``data.paths``, ``data.format``)."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tokenizers: text to token ids and back, from local files only; cuts of long texts that keep their ids."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

@@ -4,8 +4,6 @@ tokenizer.json does not define bos and eos tokens. They come from tokenizer.bos 
 or from transformers' files in the same folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ line belongs to the span in which it begins.
                      that is not empty; written last, so a unit with an index is complete
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Units of work for several processes: each takes the next unit when it has finished one."""
 
-from __future__ import annotations
-
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence

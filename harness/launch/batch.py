@@ -5,8 +5,6 @@ process runs ``slurm_attempt.py``, which it imports last. Until then it needs li
 so that it can record an import error in the run folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Begin a run: lock its folder, move an earlier attempt aside, describe the job."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

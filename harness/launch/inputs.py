@@ -1,7 +1,5 @@
 """Check the inputs of a job before it costs anything: files, vocabulary, how much would be tokenized."""
 
-from __future__ import annotations
-
 import functools
 import glob
 import os

@@ -1,7 +1,5 @@
 """The list of runs: a row for each, with its state. ``harness runs`` and the end of a sweep show it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 A job id here is as ``squeue`` prints it: ``123``, or ``123_4`` for a task of an array.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

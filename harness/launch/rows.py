@@ -14,8 +14,6 @@ A row has the flat fields of ``result.json``, and:
 * ``slow``: the ranks that the run found slow, if any (``SlowRank``, as text).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

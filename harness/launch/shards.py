@@ -1,7 +1,5 @@
 """Write a folder in shards by the tasks of a SLURM array: submit them, and run one of them."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

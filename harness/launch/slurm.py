@@ -5,8 +5,6 @@ The script runs ``harness.launch.batch``: one process on the first node, which s
 can be submitted again by hand: ``sbatch RUN_DIR/slurm/job.sh``.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Submit jobs to SLURM: show them, ask for confirmation, never submit a job twice, follow them."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """The verb ``train``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -4,8 +4,6 @@
 and a test compares them with what runs write. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Console output of runs and verbs: plain lines, which look the same in a file, a pipe and a terminal."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """``metrics.jsonl``: one JSON object per line, appended row by row; the primary record of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

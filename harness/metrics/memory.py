@@ -1,7 +1,5 @@
 """Peak memory of this process, in GiB (2**30 bytes)."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

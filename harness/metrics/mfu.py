@@ -13,8 +13,6 @@ The formula is that of ``account_decoder`` in ``harness/model/accounting.py``.
 Hardware that is not in the table has no MFU, because its peak is unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Write metrics on rank 0: first to the file, then to the console and the other views."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ one. Nor does waiting for a core: of ranks that share cores, one waits longer no
 later.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

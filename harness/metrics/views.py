@@ -4,8 +4,6 @@ Keys are those of ``metrics.jsonl``, so a metric has one name everywhere. A view
 method; ``harness.metrics.recorder`` then switches it off and the run continues.
 """
 
-from __future__ import annotations
-
 import netrc
 import os
 import re

@@ -5,8 +5,6 @@ first use of every communicator) and profiled steps. A step's time excludes vali
 writing traces.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Parameters and FLOPs of a model, computed from its config (no torch)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from harness.config.model import ModelConfig, of_one_model

@@ -6,8 +6,6 @@ sees the padding, and the next token overwrites it. Shapes of a later pass do no
 lengths, and the host knows none.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

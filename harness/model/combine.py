@@ -5,8 +5,6 @@ order. Elsewhere plain operations copy all outputs to float32. Sums may differ i
 float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

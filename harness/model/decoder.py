@@ -1,7 +1,5 @@
 """The decoder: embedding, blocks, final norm, output projection; or one pipeline stage of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gated feed-forwards: SwiGLU (arXiv:2002.05202) and GPT-OSS's variant."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

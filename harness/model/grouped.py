@@ -12,8 +12,6 @@ pads for bfloat16 either (its pull request 2774). Other formats copy both with r
 need whole blocks of them: ``padded_positions``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

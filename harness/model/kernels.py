@@ -7,8 +7,6 @@ masked. The model does not know how a sequence is split over ranks: parallelism 
 modules.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 No tokens are dropped. ``MoE.exchange`` sends rows to their experts; expert parallelism replaces it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

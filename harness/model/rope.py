@@ -5,8 +5,6 @@ unchanged. Meta's original files interleave pairs (2i, 2i + 1), so their wq and 
 they are read. Families whose checkpoints are all interleaved set ``rope.interleaved``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ and the groups of FSDP. Layouts, initialization, checkpoints, precision, counts 
 FLOPs, and the plan read it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

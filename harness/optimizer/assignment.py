@@ -1,7 +1,5 @@
 """Which rank orthogonalizes which matrices, and when (no torch): the same on every rank."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

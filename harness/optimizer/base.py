@@ -1,7 +1,5 @@
 """What our own optimizers share, and several kinds of optimizers as one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

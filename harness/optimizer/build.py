@@ -1,7 +1,5 @@
 """The optimizer of a rank, its schedule, and the average of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any

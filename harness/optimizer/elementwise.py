@@ -1,7 +1,5 @@
 """Optimizers that update each value by itself, computed in float32: AdamW, Adam and Lion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any

@@ -4,8 +4,6 @@ Only the inside of a block's forward is recomputed. FSDP's hooks are outside and
 has no dropout, so no random state is restored.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress

@@ -1,7 +1,5 @@
 """Asynchronous tensor parallel: products that the compiler overlaps with collectives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import wraps

@@ -5,8 +5,6 @@ world, so all ranks have the same counts, also of layers they do not hold. Then 
 balancing bias is updated (auxiliary-loss-free balancing, arXiv:2408.15664).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

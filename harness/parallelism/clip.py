@@ -1,7 +1,5 @@
 """The global gradient norm, exact on every layout, and clipping by it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from math import prod

@@ -1,7 +1,5 @@
 """torch.compile, block by block; compile time and recompilation counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ inputs and labels (once, where a batch enters: ``local_positions_of``) and of th
 Attention gets a kernel that exchanges keys and values with the other ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

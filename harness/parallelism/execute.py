@@ -1,7 +1,5 @@
 """Forward and backward passes of an optimizer step, with and without a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

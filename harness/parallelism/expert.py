@@ -7,8 +7,6 @@ sequence, or each routes the full sequence and has a part of every expert
 (``expert_tensor_parallel``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod

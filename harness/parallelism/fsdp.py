@@ -7,8 +7,6 @@ loss is already divided by the global number of tokens. Parameters are also shar
 context-parallel ranks, because each has only the gradients of its positions.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """The loss: a sum over tokens, divided by the global number of tokens before backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Allocation and initialization: every rank generates each full parameter by name and keeps its shard."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

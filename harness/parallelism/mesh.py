@@ -1,7 +1,5 @@
 """The device mesh: process groups of every axis."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """From a job to the model parts of this rank: all parallelisms are applied here, in one order."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

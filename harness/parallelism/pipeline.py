@@ -1,7 +1,5 @@
 """Pipeline parallelism: torch's stages and schedules over this rank's model parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ between them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. ``
 has the styles.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

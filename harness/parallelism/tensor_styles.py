@@ -5,8 +5,6 @@ nothing of it; parameters are DTensors. Where torch's own styles lack a rule or 
 are ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ contiguous. torchao 0.18 has two recipes and does not emulate the rowwise float8
 emulated here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``errors/``: what the ranks and the controller of an attempt say about their failure, and the cause."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

@@ -8,8 +8,6 @@ end, rank 0 in between. On SLURM the controller of an attempt is the batch proce
 (``harness.launch.slurm_attempt``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """How an attempt ended: the one writer of ``result.json``, and of the status that ends a run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import socket

@@ -4,8 +4,6 @@
 beside it has a flat row for each evaluated task.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

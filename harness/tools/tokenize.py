@@ -1,7 +1,5 @@
 """The verb ``tokenize``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verb ``verify``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 

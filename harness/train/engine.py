@@ -1,7 +1,5 @@
 """The model, its optimizer and one optimizer step, on one rank of any layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain

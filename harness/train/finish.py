@@ -1,7 +1,5 @@
 """How a run ended: find the cause of a failure, choose the exit code, and complete the row."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

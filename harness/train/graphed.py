@@ -1,7 +1,5 @@
 """Steps that a GPU repeats without the host: passes and update are captured in CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

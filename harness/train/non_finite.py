@@ -1,7 +1,5 @@
 """Stop or skip when a step is not finite, save its batch and gradient norms, and name where it began."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

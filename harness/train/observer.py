@@ -1,7 +1,5 @@
 """Observers of the training loop: their interface, and their view of a run."""
 
-from __future__ import annotations
-
 import enum
 import functools
 from abc import ABC, abstractmethod

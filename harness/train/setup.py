@@ -1,7 +1,5 @@
 """Set up a rank's process before anything is built: device, determinism, process group."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

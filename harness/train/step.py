@@ -1,7 +1,5 @@
 """A launched step: its loss and gradient norm, which the device may not have computed yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The training loop: data, gradients, update, metrics, observers, checkpoints, stop."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -1,7 +1,5 @@
 """Name ranges of a step, for profiler traces and for the times of phases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

@@ -4,8 +4,6 @@ Cells keep raw values until they are written: files of numbers get the values th
 the others get formatted text.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import re

@@ -5,8 +5,6 @@ written as the strings "nan", "inf" and "-inf", and read back as floats: a diver
 neither become null nor make the file unreadable.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

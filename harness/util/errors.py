@@ -4,8 +4,6 @@ A mistake of the user is reported as one line, a bug of the harness as a traceba
 the machine with its context. If several ranks fail, the controller reports the earliest error.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterable
 from itertools import product

@@ -1,7 +1,5 @@
 """Files: atomic writes, writes that survive a power failure, checks of strangers' files, globs, locks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -5,8 +5,6 @@ halved here. A device that is not in the table, or a slice of one (MIG, vGPU), i
 is guessed from a similar name.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """End a process when the process that started it is gone. Imports no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Processes that answer messages, and end with the process that started them. Imports no torch."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -10,8 +10,6 @@ All blocks are compared if the file was modified since the last complete compari
 at most 512 MiB per file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Numbers as words: times, sizes, rates and amounts, as tables and sentences show them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hugging Face's config.json: write it for a model, check one that exists, and read a model (no torch)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

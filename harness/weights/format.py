@@ -1,7 +1,5 @@
 """The contract of formats of weights, which other packages add. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

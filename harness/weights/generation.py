@@ -4,8 +4,6 @@ An export keeps what the folder said that the model came from, and adds the ids 
 end with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

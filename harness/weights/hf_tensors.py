@@ -4,8 +4,6 @@
 ``harness.model.rope`` rotates the same pairs as each family's files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

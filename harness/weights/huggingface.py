@@ -6,8 +6,6 @@ values without gaps. It is written here because the library's writers need two c
 memory.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ MXFP4: ``NAME_blocks`` [E, O, I/32, 16] has two e2m1 values a byte, and ``NAME_s
 the exponents of 32 values each, for a weight [E, I, O]. As in transformers' integrations/mxfp4.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The rotation in a config.json, as transformers 4 and 5 write it (no torch)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -7,8 +7,6 @@ writer is a function that takes a source and a path. Every source works with eve
     writers   harness.weights.{huggingface,dcp}, write_torch, likewise
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -12,8 +12,6 @@ differ. Text that looks like a special token is encoded as plain text (``split_s
 turn that off when adding a chat template.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

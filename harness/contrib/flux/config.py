@@ -1,7 +1,5 @@
 """Options of Flux: of the model, of the training objective, of validation, and of generating."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Flux, as in diffusers' models/transformers/transformer_flux.py (FluxTransformer2DModel)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Generate pictures: the part of ``harness generate`` for models that make pictures that imports no torch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

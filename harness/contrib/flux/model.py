@@ -1,7 +1,5 @@
 """The modules of Flux (github.com/black-forest-labs/flux, src/flux/model.py)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Sample latents of pictures: Euler steps from noise to data along the predicted velocity."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

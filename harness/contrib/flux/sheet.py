@@ -1,7 +1,5 @@
 """The sample sheet of a validation: pictures of held-out captions, in one PNG file."""
 
-from __future__ import annotations
-
 from itertools import chain
 from operator import itemgetter
 

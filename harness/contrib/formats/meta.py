@@ -4,8 +4,6 @@ Their parameters have our names. Two things differ: each file has one rank's sha
 and the rows of wq and wk are ordered for rotating interleaved pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A reader checks what a file says about itself (magic, version, type, length, off
 part of a token sequence (``tokens.Tokens``).
 """
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_left
 from collections.abc import Callable

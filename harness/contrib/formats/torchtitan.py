@@ -6,8 +6,6 @@ rotates interleaved pairs, as Meta's code does, so the rows of wq and wk have an
 do. Its checkpoints hold both the embedding table and the output projection even if they are tied.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

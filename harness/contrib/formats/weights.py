@@ -1,7 +1,5 @@
 """The formats of weights that this package adds. Imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from harness.checkpoint.catalog import is_foreign

@@ -1,7 +1,5 @@
 """One rank of a generation: choose tokens on any layout, and decode them to text piece by piece."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time

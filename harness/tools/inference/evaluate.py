@@ -1,7 +1,5 @@
 """The verb ``evaluate``."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The verb ``generate``: its options, its prompts, and the text that decoders make."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """A job that uses trained weights and trains nothing: its checkpoint, its ranks. Imports no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -1,7 +1,5 @@
 """A checkpoint's model on this rank of any layout, without an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any

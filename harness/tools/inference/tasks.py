@@ -1,7 +1,5 @@
 """Rows of tokens to score: of documents, and of the questions of lm-evaluation-harness. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ record outputs of modules. A rank's part of one is compared with the same rows, 
 columns of the one process, so nothing is gathered.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict

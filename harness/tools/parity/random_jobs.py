@@ -4,8 +4,6 @@ A seed determines one job. Values are sampled field by field; a sample that the 
 rejects is sampled again, so that no rule is repeated here.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

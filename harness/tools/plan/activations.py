@@ -9,8 +9,6 @@ A tensor that two operations save is declared once. Parameters and the rotation 
 activations.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial

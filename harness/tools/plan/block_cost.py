@@ -1,7 +1,5 @@
 """Time and traffic of one block, and of the head, for one microbatch on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 

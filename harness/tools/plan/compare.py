@@ -4,8 +4,6 @@
 ``A`` is the job of the command line, ``B`` the same job with the overrides of ``against``.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections import defaultdict
 from collections.abc import Collection, Sequence

@@ -4,8 +4,6 @@ Each published row was planned with constants that were fitted without it;
 experiments/measure/held_out.py prints the bands: published figures divided by planned ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

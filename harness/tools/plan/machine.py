@@ -1,7 +1,5 @@
 """Hardware model of the plan: peaks, links, and which ranks share a node."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, gcd, prod

@@ -1,7 +1,5 @@
 """Make the plan of a job, and fit the constants of plans to measured steps."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

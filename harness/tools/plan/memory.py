@@ -7,8 +7,6 @@ microbatches that wait for their backward, the gradients so far, and the peak of
 added, except where CUDA's allocator does so (``RankStep.memory``).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 

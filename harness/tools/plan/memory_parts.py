@@ -1,7 +1,5 @@
 """Bytes of activations, logits and the loss per microbatch, given layout, recomputation and compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain

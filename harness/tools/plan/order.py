@@ -6,8 +6,6 @@ plan of a schedule imports torch. An order is a text with one line per rank, lik
 search of layouts reads two lines of most orders.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -7,8 +7,6 @@ rank of every axis has the most, and this module computes its shards. FSDP2 pads
 shards to the same length in memory and in collectives.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The plan of a job, without torch; ``make_plan`` makes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What would make a job fit: single changes of it, each composed and planned as if it had been typed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd

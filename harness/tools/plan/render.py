@@ -1,7 +1,5 @@
 """Render a plan as text, and as plain containers for JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """The result of a search: as text, as plain containers, and as a sweep that measures it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

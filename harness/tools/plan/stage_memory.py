@@ -9,8 +9,6 @@ reduce_dtype over all microbatches (torch/distributed/pipelining/stage.py,
 backward_maybe_with_nosync and perform_reduce_grad).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Time of a step: passes of blocks, FSDP's collectives, the pipeline's schedule, the update."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

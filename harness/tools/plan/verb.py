@@ -1,7 +1,5 @@
 """The verb ``plan``."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from dataclasses import replace

@@ -4,8 +4,6 @@ Functions that torch calls and the sources do not implement are generated: each 
 fails.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

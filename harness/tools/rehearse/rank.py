@@ -1,7 +1,5 @@
 """A rank of a rehearsal: ``python -m harness.tools.rehearse.rank``, with the stand-in library loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Rehearsed ranks compared with their plan, as text and as JSON (no torch)."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Starts the process of a rehearsed rank (no torch here)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

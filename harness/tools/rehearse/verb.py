@@ -1,7 +1,5 @@
 """The verb ``rehearse``."""
 
-from __future__ import annotations
-
 from harness.compose.verb import Result, Verb
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan

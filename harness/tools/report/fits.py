@@ -1,7 +1,5 @@
 """Scaling laws of the runs of a ladder or of IsoFLOP sweeps: fits, what they determine, and predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Where the time of a run's steps went, beside the plan's times, and a picture of one step on all ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter

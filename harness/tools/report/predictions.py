@@ -1,7 +1,5 @@
 """What the plan predicts for measured runs, and how far off it is."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Sequence

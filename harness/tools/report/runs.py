@@ -1,7 +1,5 @@
 """Reports of runs: predicted and measured results side by side."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """The verb ``sweep``."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The verb ``report``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

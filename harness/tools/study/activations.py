@@ -1,7 +1,5 @@
 """Train a model for a few steps and measure its activations after each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The verb ``converge``."""
 
-from __future__ import annotations
-
 import shlex
 import statistics
 import sys

@@ -16,8 +16,6 @@ value per seed, and one interval over seeds.
   numerics.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Options of ``harness converge``, and its runs: the control and every technique, once per seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Observers of the training loop, in the order in which they are called."""
 
-from __future__ import annotations
-
 from harness.config.job import Job
 from harness.config.training import OBSERVERS
 from harness.train.objective import objective_of

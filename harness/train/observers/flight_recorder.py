@@ -8,8 +8,6 @@ A rank that waits in a collective gets a timeout. The rank that never reaches it
 rank checks its own clock.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Hooks that tell ``Phases`` where a model part computes, and where it waits for other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Times of the phases of a step on one rank: rows of ``phases/rank<r>.jsonl``, and slow ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain

@@ -7,8 +7,6 @@
 A profiler exists only for one trace. Between traces there is no overhead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

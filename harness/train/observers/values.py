@@ -1,7 +1,5 @@
 """Observers that add columns: memory, the loss of validation, and the values of each rank."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

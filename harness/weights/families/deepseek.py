@@ -4,8 +4,6 @@ Fields are those of config.json at deepseek-ai, and of transformers' models/deep
 deepseek_v3.
 """
 
-from __future__ import annotations
-
 from harness.config.model import ModelConfig
 from harness.util.errors import ConfigError
 from harness.weights.families.core import (

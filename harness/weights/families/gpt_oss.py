@@ -3,8 +3,6 @@
 Released weights of experts are in MXFP4, which ``harness.weights.hf_tensors`` dequantizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fields of config.json that do not change what a decoder computes (no torch): the table in harmless.txt."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
 from functools import cache

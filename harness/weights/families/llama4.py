@@ -4,8 +4,6 @@ Released files also have a vision encoder, whose tensors are ignored; those of t
 prefix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Fields are those of transformers' models/llama, mistral, mixtral, qwen2, qwen3 a
 to 5.x).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from harness.config.model import ModelConfig

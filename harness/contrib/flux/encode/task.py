@@ -1,7 +1,5 @@
 """One task of the SLURM array that ``harness encode`` submits."""
 
-from __future__ import annotations
-
 from harness.contrib.flux.encode.verb import EncodeJob
 from harness.contrib.flux.encode.writer import LatentWriter
 from harness.launch.shards import run_task

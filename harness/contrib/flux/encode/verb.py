@@ -1,7 +1,5 @@
 """The verb ``encode``."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

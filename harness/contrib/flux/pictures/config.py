@@ -1,7 +1,5 @@
 """Kinds of data with pictures and captions, and their options: of pictures, and of their encoders."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from harness.config.data import DataConfig

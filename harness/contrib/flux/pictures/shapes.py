@@ -4,8 +4,6 @@ Every picture is a function of the split, the seed and its number. The fraction 
 captions with two objects is never drawn for training; the split ``validation`` has only these.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import NamedTuple

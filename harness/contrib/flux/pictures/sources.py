@@ -3,8 +3,6 @@
 Sample number g is a function of (data, seed, g), as for tokens (``harness/data/samples.py``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
