@@ -14,7 +14,7 @@ from harness.config.types import fits, type_hints, type_in_words, with_types
 from harness.model.architecture import architecture_of, resolve_model
 from harness.util import encoding
 from harness.util.errors import ConfigError, UserError
-from harness.weights.families.core import NEEDED, ConfigField, Family
+from harness.weights.families.core import NEEDED, NOT_SAID, ConfigField, Family
 from harness.weights.families.harmless import is_harmless
 from harness.weights.quantization import quantization_of
 from harness.weights.rotation import (
@@ -29,15 +29,22 @@ CONFIG = "config.json"
 _SHOWN_ITEMS = 8  # of a list
 
 # Fields that ``rotation_of`` and ``quantization_of`` read.
-_READ = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-_READ_BY_ALL = {*_READ, "quantization_config"}
+_READ_BY_ALL = {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "quantization_config",
+}
 
-# Fields that only affect training.
-_TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
-_MUP = (
-    "mup.base_dim",
+_NOT_IN_OUTPUT = {
+    "embedding_std",  # this and the next two only affect training
+    "moe.aux_loss_coeff",
+    "mtp.loss_weight",
+    "mup.base_dim",  # a part of the weights in files (harness.weights.source)
     "mup.base_widths",
-)  # a part of the weights in files (harness.weights.source)
+    *(f"rope.{name}" for name in STRETCHING["llama3"] + STRETCHING["yarn"]),
+}
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -80,12 +87,7 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of a model that affect its output, with their values."""
     attention = model.attention
     moe = model.moe
-    unread = {
-        *_TRAINING,
-        *_MUP,
-        *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"]),
-    }
-    unread -= {f"rope.{name}" for name in STRETCHING[model.rope.scaling]}
+    unread = _NOT_IN_OUTPUT - {f"rope.{name}" for name in STRETCHING[model.rope.scaling]}
     if attention.is_latent:
         unread |= {"n_kv_heads", "head_dim"}
     if attention.nope_every_nth_layer is None:
@@ -239,7 +241,7 @@ def _pairs(
 # -- read a model ----
 
 # Some config fields depend on others; two rounds are enough for the existing families.
-_MOST_ROUNDS = 5
+_ROUNDS = 3
 
 
 def model_from_config(path: str) -> ModelConfig:
@@ -250,7 +252,13 @@ def model_from_config(path: str) -> ModelConfig:
         raise UserError(f"{file}: is not a regular file")
     content = read_object(file)
     try:
-        family = _family(content)
+        model_type = content.get("model_type", content.get("_class_name"))
+        for family in FAMILIES.values():
+            if model_type in (family.model_type, family.nested and family.nested.model_type):
+                break
+        else:
+            known = ", ".join(family.model_type for family in FAMILIES.values())
+            raise UserError(f"model_type {model_type!r} is not supported; would work: {known}")
         model = _read(family, decoder_part(family, content))
         name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
         model = dataclasses.replace(model, name=name, path=path)
@@ -261,28 +269,18 @@ def model_from_config(path: str) -> ModelConfig:
     return model
 
 
-def _family(content: Mapping[str, Any]) -> Family:
-    model_type = content.get("model_type", content.get("_class_name"))
-    for family in FAMILIES.values():
-        if model_type in (family.model_type, family.nested and family.nested.model_type):
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES.values())
-    raise UserError(f"model_type {model_type!r} is not supported; would work: {known}")
-
-
 def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
-    unknown = [each.name for each in dataclasses.fields(ModelConfig) if each.default == "???"]
+    # config_fields needs values.
     numbers: dict[str, Any] = {
-        name: 1 for name in unknown if name != "name"
-    }  # config_fields needs a value
+        each.name: 1
+        for each in dataclasses.fields(ModelConfig)
+        if each.default == "???" and each.name != "name"
+    }
     model = ModelConfig(family=family.name, **numbers)
     for name, value in family.requires.items():
         model = _set(model, name, value, name)
-    for _ in range(_MOST_ROUNDS):
-        before = model
+    for _ in range(_ROUNDS):
         model = _read_fields(family, found, model)
-        if model == before:
-            break
     for theirs, ours in family.trained.items():
         if isinstance(found.get(theirs), int | float):
             model = _set(model, ours, found[theirs], theirs)
@@ -295,12 +293,13 @@ def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -
     for field, content in _pairs(family, model, found):
         if field.ours is None:
             continue
-        try:
-            value = field.our_value(content)
-        except ValueError as error:
-            raise UserError(
-                f"it has {error}, which no value of model.{field.ours} matches"
-            ) from None
+        value = field.found(content)
+        if field.to_ours is not None:
+            try:
+                value = field.to_ours(value, content)
+            except NOT_SAID:
+                has = f"it has {field.theirs} {value!r}"
+                raise UserError(f"{has}, which no value of model.{field.ours} matches") from None
         # Null is a value of nullable fields; else a config.json without a value leaves the field as
         # it is.
         if value is not None or (field.nullable and field.to_ours is None):

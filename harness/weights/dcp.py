@@ -71,11 +71,11 @@ class DistributedSource:
         }
         # Some software keeps the model beside the optimizer, as {"model": ..., "optimizer": ...}.
         nested = foreign and EMBEDDING not in self._found
-        self._prefix = "model." if nested else ""
+        prefix = "model." if nested else ""
         shapes = tensor_shapes(model)
-        keys = {name: self._prefix + key_of(name) for name in (*shapes, HEAD)}
+        keys = {name: prefix + key_of(name) for name in (*shapes, HEAD)}
         if foreign:
-            keys = {n: key if key in self._found else self._prefix + n for n, key in keys.items()}
+            keys = {n: key if key in self._found else prefix + n for n, key in keys.items()}
         self._keys = keys
         found = {
             name: self._found[keys[name]].shape for name in shapes if keys[name] in self._found

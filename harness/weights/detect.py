@@ -130,11 +130,12 @@ def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:
 def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelConfig:
     """The model of the source: the manifest's, or the one in the overrides, which must not contradict it."""
     typed = _typed(overrides, "model")
-    if not found.manifest.get("model"):
+    recorded = found.manifest.get("model")
+    if not recorded:
         if not typed:
             raise _no_model(found)
         return job.model
-    stored = ModelConfig.from_stored(found.manifest["model"])
+    stored = ModelConfig.from_stored(recorded)
     theirs = {name: value for name, role, value in named_fields(stored) if role != LABEL}
     for name, role, value in named_fields(job.model):
         if role != LABEL and _covers(typed, name) and value != theirs.get(name):
@@ -204,14 +205,13 @@ def recorded_model(source: str, field: str) -> dict[str, Any]:
         found = find_source(source, field)
     except DamagedCheckpoint as error:
         raise ConfigError(field, source, str(error)) from error
-    if found.manifest.get("model"):
-        return {
-            **dataclasses.asdict(ModelConfig.from_stored(found.manifest["model"])),
-            "path": source,
-        }
-    if found.kind == "hf":
-        return {**model_node(found.path), "path": source}
-    raise _no_model(found)
+    if stored := found.manifest.get("model"):
+        node = dataclasses.asdict(ModelConfig.from_stored(stored))
+    elif found.kind == "hf":
+        node = model_node(found.path)
+    else:
+        raise _no_model(found)
+    return {**node, "path": source}
 
 
 def _no_model(found: WeightFolder) -> UserError:

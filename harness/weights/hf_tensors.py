@@ -6,7 +6,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def own_name(model: ModelConfig, name: str) -> str | None:
     family = FAMILIES[model.family]
     nested = family.nested
     others = (nested.others if nested else ()) + (family.ignored(model) if family.ignored else ())
-    if name.endswith(_BUFFER) or (others and name.startswith(others)):
+    if name.endswith(_BUFFER) or name.startswith(others):
         return None
     return name.removeprefix(nested.prefix) if nested else name
 
@@ -85,30 +85,31 @@ def check_hf_tensors(
         own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None
     }
     shapes = hf_shapes(model)
-    copies = {piece.theirs for piece in family_of(model).pieces(model) if piece.is_copy}
-    expected = {name: shape for name, shape in shapes.items() if name not in copies}
-    optional = {name: shapes[name] for name in copies}
+    optional = {piece.theirs for piece in family_of(model).pieces(model) if piece.is_copy}
     if model.tied_embeddings:
-        optional[HF_HEAD] = (model.vocab_size, model.dim)
-    check_tensors(where, model, found, expected, optional)
+        shapes[HF_HEAD] = (model.vocab_size, model.dim)
+        optional.add(HF_HEAD)
+    check_tensors(where, model, found, shapes, optional)
 
 
 def check_tensors(
     where: str,
     model: ModelConfig,
     found: Mapping[str, Shape],
-    expected: Mapping[str, Shape],
-    optional: Mapping[str, Shape] | None = None,
+    shapes: Mapping[str, Shape],
+    optional: Collection[str] = (),
 ) -> None:
-    """Compare a checkpoint's tensors with the model's; UserError names the first that differ."""
-    allowed = {**expected, **(optional or {})}
+    """Compare a checkpoint's tensors with the model's; UserError names the first that differ.
+
+    The names in ``optional`` may be missing.
+    """
     groups = {
-        "missing": [name for name in expected if name not in found],
-        "unexpected": [name for name in found if name not in allowed],
+        "missing": [name for name in shapes if name not in found and name not in optional],
+        "unexpected": [name for name in found if name not in shapes],
         "of another shape": [
-            f"{name} is {list(shape)} and not {list(allowed[name])}"
+            f"{name} is {list(shape)} and not {list(shapes[name])}"
             for name, shape in found.items()
-            if name in allowed and tuple(shape) != allowed[name]
+            if tuple(shape) != shapes.get(name, tuple(shape))
         ],
     }
     wrong = []
@@ -162,9 +163,10 @@ def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Rea
     if slot.half is not None:
         start = wanted[-1].start
         stop = wanted[-1].stop
-        offset = slot.half * piece.width(shape)
-        halves = slice(2 * start + slot.half, 2 * stop, 2), slice(start + offset, stop + offset)
-        wanted[-1] = halves[0] if slot.interleaved else halves[1]
+        offset = slot.half * shape[-2 if slot.transposed else -1]
+        wanted[-1] = slice(start + offset, stop + offset)
+        if slot.interleaved:
+            wanted[-1] = slice(2 * start + slot.half, 2 * stop, 2)
     found = read(piece.theirs, tuple(wanted))
     return found.transpose(-1, -2) if slot.transposed else found
 
@@ -196,8 +198,6 @@ class HuggingFaceNames:
             return self._source.read(pieces[0].ours)
         for each in ours - self._cache.keys():
             self._cache[each] = self._source.read(each)
-        if pieces[0].expert is not None and len(pieces) == 1 and not pieces[0].slot.transposed:
-            return self._cache[pieces[0].ours][pieces[0].expert]
         facts = self.tensors[name]
         out = torch.empty(facts.shape, dtype=facts.dtype)
         for piece in pieces:
@@ -237,53 +237,42 @@ class StoredTensors:
         stored: dict[str, tuple[Shape, str]] = {}
         for file in _weight_files(folder):
             with _opened(file) as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-                facts = {
-                    name: (tuple(part.get_shape()), part.get_dtype())
-                    for name, part in slices.items()
-                }
-            for in_file in facts:
-                name = own_name(model, in_file)
-                if name is None:
-                    continue
-                if name in stored:
-                    first = self._files[name][0].name
-                    raise UserError(f"{folder}: {in_file} is in {first} and in {file.name}")
-                stored[name] = facts[in_file]
-                self._files[name] = (file, in_file)
+                for in_file in opened.keys():  # noqa: SIM118 - not a mapping
+                    name = own_name(model, in_file)
+                    if name is None:
+                        continue
+                    if name in stored:
+                        first = self._files[name][0].name
+                        raise UserError(f"{folder}: {in_file} is in {first} and in {file.name}")
+                    values = opened.get_slice(in_file)
+                    stored[name] = (tuple(values.get_shape()), values.get_dtype())
+                    self._files[name] = (file, in_file)
         try:
             self._quantized = find(stored) if find else {}
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
         parts = part_names(stored, self._quantized)
-        self.tensors: dict[str, TensorFacts] = {
-            name: TensorFacts(shape, self._dtype(name, dtype))
-            for name, (shape, dtype) in stored.items()
-            if name not in parts
-        } | {name: TensorFacts(each.shape, dequantized) for name, each in self._quantized.items()}
-
-    def _dtype(self, name: str, dtype: str) -> torch.dtype:
-        if dtype not in DTYPES:
-            file, in_file = self._files[name]
-            raise UserError(
-                f"{file}: {in_file} has {dtype} values; would work: {', '.join(DTYPES)}"
-            )
-        return DTYPES[dtype]
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor; a quantized weight is in float32."""
-        if name in self._quantized:
-            return self.read_slice(name, tuple(slice(0, size) for size in self.tensors[name].shape))
-        return self._stored(name)
+        self.tensors: dict[str, TensorFacts] = {}
+        for name, (shape, dtype) in stored.items():
+            if name in parts:
+                continue
+            if dtype not in DTYPES:
+                file, in_file = self._files[name]
+                raise UserError(
+                    f"{file}: {in_file} has {dtype} values; would work: {', '.join(DTYPES)}"
+                )
+            self.tensors[name] = TensorFacts(shape, DTYPES[dtype])
+        for name, weight in self._quantized.items():
+            self.tensors[name] = TensorFacts(weight.shape, dequantized)
 
     def read_slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Return a slice of one tensor, as ``read``, reading no more than its blocks.
+        """Return a slice of one tensor, reading no more than its blocks; a quantized weight is in float32.
 
         ``part`` is a slice of each dimension, with start and stop; the last may have a step.
         """
         weight = self._quantized.get(name)
         if weight is None:
-            return self._stored_slice(name, part)
+            return self._stored(name, part)
         if weight.block is None:
             return self._mxfp4(weight, *part)
         return self._fp8(weight, weight.block, *part)
@@ -292,11 +281,12 @@ class StoredTensors:
         self, stored: QuantizedTensor, block: tuple[int, int], rows: slice, columns: slice
     ) -> Tensor:
         grid = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
-        scales = self._finite(stored.scales, self._stored(stored.scales).float()).reshape(grid)
+        everything = tuple(slice(0, size) for size in grid)
+        scales = self._finite(stored.scales, self._stored(stored.scales, everything).float())
         down = torch.arange(rows.start, rows.stop) // block[0]
         across = torch.arange(columns.start, columns.stop, columns.step or 1) // block[1]
         factors = scales.index_select(1, across)
-        bits = self._stored_slice(stored.values, (rows, columns)).view(torch.float8_e4m3fn)
+        bits = self._stored(stored.values, (rows, columns)).view(torch.float8_e4m3fn)
         return bits.float().mul_(factors.index_select(0, down))
 
     def _mxfp4(
@@ -304,9 +294,9 @@ class StoredTensors:
     ) -> Tensor:
         groups = slice(inputs.start // GROUP, -(-inputs.stop // GROUP))
         where = (experts, outputs, groups)
-        exponents = self._stored_slice(stored.scales, where).view(torch.float8_e8m0fnu)
+        exponents = self._stored(stored.scales, where).view(torch.float8_e8m0fnu)
         scales = self._finite(stored.scales, exponents.float())
-        pairs = _PAIRS.index_select(0, self._stored_slice(stored.values, where).reshape(-1).int())
+        pairs = _PAIRS.index_select(0, self._stored(stored.values, where).reshape(-1).int())
         values = (
             pairs.view(torch.float32)
             .view(*scales.shape, GROUP)
@@ -322,15 +312,8 @@ class StoredTensors:
             raise UserError(f"{file}: {in_file} has a scale that is NaN or infinite")
         return scales
 
-    def _stored(self, name: str) -> Tensor:
-        # Open the file for every tensor: pages of a mapped file stay in memory while it is open.
-        file, in_file = self._files[name]
-        with _opened(file) as opened:
-            tensor: Tensor = opened.get_tensor(in_file)
-        # Depending on the library's version, the tensor is a view of the mapped file.
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-    def _stored_slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
+    def _stored(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        # Open the file for every slice: pages of a mapped file stay in memory while it is open.
         file, in_file = self._files[name]
         with _opened(file) as opened:
             # The library reads slices without a step.
@@ -353,29 +336,25 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers or diffusers would read; the folder may also hold other formats."""
-    if os.path.isfile(
-        folder / SINGLE
-    ):  # first, as in transformers: an index beside it is an older one
+    # First, as in transformers: an index beside it is an older one.
+    if os.path.isfile(folder / SINGLE):
         return [folder / SINGLE]
-    index_name = INDEX
-    if not (folder / INDEX).exists():  # diffusers' files have another name
-        index_name = next((file.name for file in sorted(folder.glob(f"*.{INDEX_ENDING}"))), INDEX)
-    if (folder / index_name).exists():
-        index = read_object(folder / index_name)
-        if not isinstance(index.get("weight_map"), dict):
-            raise UserError(f"{folder / index_name}: has no weight_map")
-        names = list(index["weight_map"].values())
-        for name in names:
-            if not is_file_name(name) or not name.endswith(".safetensors"):
-                shown = json.dumps(name)[:_SHOWN_CHARACTERS]
-                raise UserError(
-                    f"{folder / index_name}: weight_map has {shown} instead of a file name"
-                )
-        files = [folder / name for name in sorted(set(names))]
-        missing = [file.name for file in files if not os.path.isfile(file)]
-        if missing:
-            raise UserError(
-                f"{folder}: {missing[0]} is missing, one of {len(files)} files that {index_name} names"
-            )
-        return files
-    return sorted(folder.glob("*.safetensors"))
+    # diffusers' index has another name.
+    indices = sorted(folder.glob(f"*.{INDEX_ENDING}"), key=lambda file: (file.name != INDEX, file))
+    if not indices:
+        return sorted(folder.glob("*.safetensors"))
+    index = indices[0]
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: has no weight_map")
+    for name in weight_map.values():
+        if not is_file_name(name) or not name.endswith(".safetensors"):
+            shown = json.dumps(name)[:_SHOWN_CHARACTERS]
+            raise UserError(f"{index}: weight_map has {shown} instead of a file name")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not os.path.isfile(file)]
+    if missing:
+        raise UserError(
+            f"{folder}: {missing[0]} is missing, one of {len(files)} files that {index.name} names"
+        )
+    return files

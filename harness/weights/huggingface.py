@@ -83,9 +83,11 @@ class HuggingFaceSource:
         self._stored = StoredTensors(folder, model, quantization_of(decoder), dequantized)
         found = self._stored.tensors
         check_hf_tensors(model, {name: facts.shape for name, facts in found.items()}, str(folder))
-        dtypes = {name: found[first.theirs].dtype for name, [first, *_] in self._pieces.items()}
         self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(shape, torch.float32 if is_buffer(name) else dtypes[name])
+            name: TensorFacts(
+                shape,
+                torch.float32 if is_buffer(name) else found[self._pieces[name][0].theirs].dtype,
+            )
             for name, shape in tensor_shapes(model).items()
         }
 
@@ -99,28 +101,23 @@ class HuggingFaceSource:
     def fill(self, name: str, out: Tensor, ranges: Sequence[range]) -> None:
         """Fill a slice of one tensor and compare it with its copies, reading only that slice if possible."""
         fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._stored.read_slice)
-        self._require_same_copies(name, out, ranges)
-        if name in self._multipliers:
-            out.div_(self._multipliers[name])
-
-    def _require_same_copies(self, name: str, values: Tensor, ranges: Sequence[range]) -> None:
-        """Compare a slice of one tensor with the same slice of each tensor that repeats it."""
         part = tuple(slice(each.start, each.stop) for each in ranges)
         copies = [copy.theirs for copy in self._copies.get(name, ())]
         if name == EMBEDDING and self._tied:
             copies.append(HF_HEAD)
         for copy in copies:
-            if copy not in self._stored.tensors or not values.numel():
+            if copy not in self._stored.tensors or not out.numel():
                 continue
-            if torch.equal(values, self._stored.read_slice(copy, part).to(values)):
-                continue
-            works = "model.mtp.depth=0"
-            if copy == HF_HEAD:
-                works = f"tie_word_embeddings false in {CONFIG}"
-            raise UserError(
-                f"{self._folder}: {copy} differs from {self._pieces[name][0].theirs}, and the model has one "
-                f"tensor for both; would work: {works}"
-            )
+            if not torch.equal(out, self._stored.read_slice(copy, part).to(out)):
+                works = "model.mtp.depth=0"
+                if copy == HF_HEAD:
+                    works = f"tie_word_embeddings false in {CONFIG}"
+                raise UserError(
+                    f"{self._folder}: {copy} differs from {self._pieces[name][0].theirs}, and the model "
+                    f"has one tensor for both; would work: {works}"
+                )
+        if name in self._multipliers:
+            out.div_(self._multipliers[name])
 
 
 def write_huggingface(
@@ -177,7 +174,13 @@ def finish_huggingface(
         kept = origin.config(model)
         content = {**kept, **content, "bos_token_id": kept.get("bos_token_id", bos)}
         content["eos_token_id"] = with_ends(ends, kept.get("eos_token_id"))
-        _write_generation(folder / GENERATION, origin.generation(), content, ends)
+        generation = origin.generation()
+        if not generation:
+            ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+            generation = {each: content[each] for each in ids if content.get(each) is not None}
+        if generation:
+            generation["eos_token_id"] = with_ends(ends, generation.get("eos_token_id"))
+            _write_json(folder / GENERATION, generation)
     _write_json(folder / CONFIG, content)
     renamed = HuggingFaceNames(source, model)
     shards = plan_shards(renamed, max_shard_gb, family.stem)
@@ -191,17 +194,6 @@ def finish_huggingface(
         )
     if tokenizer is not None:
         export_tokenizer(tokenizer, folder)
-
-
-def _write_generation(
-    file: Path, found: dict[str, Any], config: Mapping[str, Any], ends: Sequence[int]
-) -> None:
-    """Write generation_config.json: the one that was found, with the ends, or the ids of config.json."""
-    if not found:
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        found = {name: config[name] for name in names if config.get(name) is not None}
-    if found:
-        _write_json(file, {**found, "eos_token_id": with_ends(ends, found.get("eos_token_id"))})
 
 
 def plan_shards(
@@ -232,11 +224,10 @@ def _write_safetensors(source: WeightSource, names: list[str], file: Path) -> No
         facts = source.tensors[name]
         start = end
         end += facts.nbytes
-        place = [start, end]
         header[name] = {
             "dtype": _NAMES[facts.dtype],
-            "shape": list(facts.shape),
-            "data_offsets": place,
+            "shape": facts.shape,
+            "data_offsets": (start, end),
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _HEADER_UNIT)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from harness.config.types import fits
 from harness.util.errors import UserError, one_line
 from harness.weights.families.core import Shape
 
@@ -54,7 +55,7 @@ def quantization_of(content: Mapping[str, Any]) -> Find | None:
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
-    parse = _METHODS.get(method) if isinstance(method, str) else None
+    parse = _METHODS.get(str(method))
     if parse is None:
         raise _refusal(
             "quant_method", method, f"{', '.join(_METHODS)}, or the same weights in bfloat16"
@@ -85,11 +86,7 @@ def _refusal(field: str, value: object, works: str) -> UserError:
 
 def _fp8(found: Mapping[str, Any]) -> Find:
     size = found.get("weight_block_size", [128, 128])
-    if (
-        not isinstance(size, list)
-        or len(size) != 2
-        or not all(type(n) is int and n > 0 for n in size)
-    ):
+    if not fits(size, list[int]) or len(size) != 2 or min(size) < 1:
         raise _refusal("weight_block_size", size, "[128, 128], or the same weights in bfloat16")
     return partial(_fp8_tensors, (size[0], size[1]))
 
@@ -137,22 +134,20 @@ def _mxfp4_tensors(stored: Stored) -> dict[str, QuantizedTensor]:
         base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
         if base == name or base in found:
             continue
-        for suffix in (_BLOCKS, _SCALES):
-            if base + suffix not in stored:
-                raise UserError(f"{base}{suffix} is missing, and {name} needs it")
-            if stored[base + suffix][1] != "U8":
-                raise UserError(f"{base}{suffix} is {stored[base + suffix][1]}; would work: U8")
+        parts = (base + _BLOCKS, base + _SCALES)
+        for part in parts:
+            if part not in stored:
+                raise UserError(f"{part} is missing, and {name} needs it")
+            if stored[part][1] != "U8":
+                raise UserError(f"{part} is {stored[part][1]}; would work: U8")
         if base in stored:
             raise UserError(f"{base} is stored twice, also as {name}")
-        blocks = stored[base + _BLOCKS][0]
-        scales = stored[base + _SCALES][0]
+        blocks, scales = (stored[part][0] for part in parts)
         if len(scales) != 3 or blocks != (*scales, GROUP // 2):
             rule = f"must be [experts, outputs, inputs / {GROUP}, {GROUP // 2}] and the same without the last"
             raise UserError(
-                f"{base}{_BLOCKS} is {list(blocks)} and {base}{_SCALES} is {list(scales)}, {rule}"
+                f"{parts[0]} is {list(blocks)} and {parts[1]} is {list(scales)}, {rule}"
             )
         experts, outputs, groups = scales
-        found[base] = QuantizedTensor(
-            base + _BLOCKS, base + _SCALES, (experts, groups * GROUP, outputs)
-        )
+        found[base] = QuantizedTensor(*parts, (experts, groups * GROUP, outputs))
     return found

@@ -9,40 +9,41 @@ from harness.config.model import ModelConfig
 from harness.util.errors import UserError
 from harness.weights.families.core import ConfigField
 
-# The fields of RopeConfig that each scaling reads, with config.json's names and defaults.
-STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
-    "none": {},
-    "linear": {"factor": ("factor", None)},
-    "llama3": {
-        "factor": ("factor", None),
-        "low_freq_factor": ("low_freq_factor", None),
-        "high_freq_factor": ("high_freq_factor", None),
-        "original_max_position": ("original_max_position_embeddings", None),
-    },
-    "yarn": {
-        "factor": ("factor", None),
-        "original_max_position": ("original_max_position_embeddings", None),
-        "beta_fast": ("beta_fast", 32.0),
-        "beta_slow": ("beta_slow", 1.0),
-        "truncate": ("truncate", True),
-        "mscale": ("mscale", None),
-        "mscale_all_dim": ("mscale_all_dim", None),
-    },
+# The fields of RopeConfig that each scaling reads.
+STRETCHING: dict[str, list[str]] = {
+    "none": [],
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position"],
+    "yarn": [
+        "factor",
+        "original_max_position",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+    ],
 }
+# Names in config.json that are not ours, and defaults of fields that may be missing.
+_THEIRS = {"original_max_position": "original_max_position_embeddings"}
+_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 _NOT_FLOATS = ("truncate", "original_max_position_embeddings")
 
 # All names that a rotation may have.
 _NAMES = ["rope_type", "type", "rope_theta", "attention_factor"]
-for _fields in STRETCHING.values():
-    _NAMES += [_theirs for _theirs, _ in _fields.values() if _theirs not in _NAMES]
+for _name in STRETCHING["llama3"] + STRETCHING["yarn"]:
+    if _THEIRS.get(_name, _name) not in _NAMES:
+        _NAMES.append(_THEIRS.get(_name, _name))
 
 
 def scaling_fields(model: ModelConfig) -> list[ConfigField]:
     """The fields that the scaling of a model's rotation reads."""
     rope = model.rope
     fields = []
-    for name, (theirs, default) in STRETCHING[rope.scaling].items():
+    for name in STRETCHING[rope.scaling]:
+        theirs = _THEIRS.get(name, name)
+        default = _DEFAULTS.get(name)
         value = getattr(rope, name)
         fields.append(ConfigField(theirs, value, f"rope.{name}", default=default, nullable=True))
     return fields
@@ -51,17 +52,18 @@ def scaling_fields(model: ModelConfig) -> list[ConfigField]:
 def written_rotation(model: ModelConfig) -> dict[str, Any]:
     """The rotation as both versions of transformers read it: 4 ``rope_scaling``, 5 ``rope_parameters``."""
     theta = float(model.rope.theta)
-    content: dict[str, Any] = {"rope_type": model.rope.scaling}
+    is_scaled = model.rope.scaling != "none"
+    content: dict[str, Any] = {"rope_type": model.rope.scaling if is_scaled else "default"}
     for field in scaling_fields(model):
         value: Any = field.value
         if value is not None:
             # transformers warns about integer factors.
             content[field.theirs] = value if field.theirs in _NOT_FLOATS else float(value)
-    if model.rope.scaling == "none":
-        parameters = {"rope_type": "default", "rope_theta": theta}
-        return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": parameters}
-    parameters = {**content, "rope_theta": theta}
-    return {"rope_theta": theta, "rope_scaling": content, "rope_parameters": parameters}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": content if is_scaled else None,
+        "rope_parameters": {**content, "rope_theta": theta},
+    }
 
 
 def rotation_of(found: Mapping[str, Any], theta: float) -> dict[str, Any]:
@@ -90,15 +92,15 @@ def rotation_of(found: Mapping[str, Any], theta: float) -> dict[str, Any]:
                 f"config.json has {key} {json.dumps(value)} in {name}, which is not read; "
                 f"would work: {name} with {', '.join(_NAMES)}"
             )
+    original = "original_max_position_embeddings"
     rotation = {
         "rope_theta": found.get("rope_theta", theta),
-        "original_max_position_embeddings": found.get("max_position_embeddings", 2048),
+        original: found.get("max_position_embeddings", 2048),
         **parameters,
         "rope_type": "none" if kind == "default" else kind,
     }
-    original = found.get("original_max_position_embeddings")
-    if original is not None:  # transformers prefers the one outside of the object
-        rotation["original_max_position_embeddings"] = original
+    if found.get(original) is not None:  # transformers prefers the one outside of the object
+        rotation[original] = found[original]
     return rotation
 
 
@@ -112,14 +114,13 @@ def rotation_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator
 
 def check_attention_factor(model: ModelConfig, rotation: Mapping[str, Any]) -> None:
     """Check that a factor of the rotation is the one that follows from mscale, which it would replace."""
-    rope = model.rope
+    scale = model.rope.rotation_scale
     given = rotation.get("attention_factor")
-    if rope.scaling != "yarn" or given is None:
+    if model.rope.scaling != "yarn" or given is None:
         return
-    if isinstance(given, int | float) and math.isclose(given, rope.rotation_scale, rel_tol=1e-6):
-        return
-    raise UserError(
-        f"config.json has attention_factor {json.dumps(given)}: the rotation is scaled by "
-        f"{rope.rotation_scale:.6g}, which follows from the other fields; would work: attention_factor "
-        "null, or mscale and mscale_all_dim with the same ratio of temperatures"
-    )
+    if not isinstance(given, int | float) or not math.isclose(given, scale, rel_tol=1e-6):
+        raise UserError(
+            f"config.json has attention_factor {json.dumps(given)}: the rotation is scaled by "
+            f"{scale:.6g}, which follows from the other fields; would work: attention_factor null, or "
+            "mscale and mscale_all_dim with the same ratio of temperatures"
+        )

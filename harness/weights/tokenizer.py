@@ -37,6 +37,7 @@ _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
+_TEXT = (_NORMAL, _USER_DEFINED)
 _SPACE_MARK = "▁"
 
 # Text to compare two tokenizers: indentation, digits, a contraction, and characters of several
@@ -188,9 +189,7 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     space = " " if ours._space_mark_ids is not None and not prefix else _SPACE_MARK
     kinds = [piece.type for piece in proto.pieces]
     pieces = [
-        piece.piece.replace(_SPACE_MARK, space)
-        if piece.type in (_NORMAL, _USER_DEFINED)
-        else piece.piece
+        piece.piece.replace(_SPACE_MARK, space) if piece.type in _TEXT else piece.piece
         for piece in proto.pieces
     ]
     # Only normal pieces take part in merges: others, such as <s>, are never merged from characters.
@@ -213,11 +212,7 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     }
     _add_tokens(tokenizer, added)
     tokenizer.encode_special_tokens = True  # which files do not record
-    texts = [
-        piece.piece.replace(_SPACE_MARK, " ")
-        for piece in proto.pieces
-        if piece.type in (_NORMAL, _USER_DEFINED)
-    ]
+    texts = [piece.piece.replace(_SPACE_MARK, " ") for piece in proto.pieces if piece.type in _TEXT]
     for text in (_SAMPLE, "".join(texts), *texts):
         if tokenizer.encode(text, add_special_tokens=False).ids != ours.encode(text):
             raise DataError(

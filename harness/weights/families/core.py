@@ -65,17 +65,7 @@ class TensorMapping:
     @property
     def is_same(self) -> bool:
         """Whether both tensors are the same."""
-        slot = self.slot
-        return (
-            self.expert is None
-            and slot.half is None
-            and slot.within is None
-            and not slot.transposed
-        )
-
-    def width(self, shape: Shape) -> int:
-        """Length of the values along their last dimension, for our tensor's shape."""
-        return shape[-2] if self.slot.transposed else shape[-1]
+        return self.expert is None and self.slot == TensorSlot(self.slot.name)
 
     def their_shape(self, shape: Shape) -> Shape:
         """Shape of their tensor, for our tensor's shape."""
@@ -95,7 +85,8 @@ def per_expert(prefix: str) -> Names:
     }
 
 
-_NOT_SAID = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+NOT_SAID = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Errors of a function of config.json's fields when one of them is missing or invalid."""
 _MOST_LAYERS = 10_000
 
 NEEDED = object()
@@ -131,7 +122,7 @@ class ConfigField:
             if name in content and (self.nullable or content[name] is not None):
                 try:
                     return self.read(content[name]) if self.read else content[name]
-                except _NOT_SAID:
+                except NOT_SAID:
                     return content[name]  # of another type, so it will differ
         if self.default is NEEDED:
             return None
@@ -139,18 +130,8 @@ class ConfigField:
             return self.default
         try:
             return self.default(content)
-        except _NOT_SAID:
+        except NOT_SAID:
             return None  # a field that the default depends on is missing or invalid, and reported itself
-
-    def our_value(self, content: Mapping[str, Any]) -> object:
-        """The value for our field, None if config.json does not determine it; ValueError if none fits."""
-        theirs = self.found(content)
-        if self.to_ours is None:
-            return theirs
-        try:
-            return self.to_ours(theirs, content)
-        except _NOT_SAID as error:
-            raise ValueError(f"{self.theirs} {theirs!r}") from error
 
 
 def undetermined(_theirs: object, _found: object) -> None:
@@ -223,42 +204,31 @@ class Family:
     def pieces(self, model: ModelConfig) -> Iterator[TensorMapping]:
         """The mapping of all tensors, in our order."""
         shapes = tensor_shapes(model)
+        in_blocks: Names = {**self.names, **self.mtp}
         for name, shape in shapes.items():
-            try:
-                yield from self.mappings_of(name, shape, model.n_layers)
-            except ValueError:
+            block = _IN_BLOCK.fullmatch(name)
+            known = in_blocks if block else OUTSIDE
+            prefix = f"model.layers.{block[1] or model.n_layers}." if block else ""
+            inner = block[2] if block else name
+            slot = known.get(inner)
+            module = _SUFFIX.fullmatch(inner)
+            if module is not None:
+                place = known.get(module[1])
+                slot = TensorSlot(f"{place}{module[2]}") if isinstance(place, str) else None
+            if not isinstance(slot, TensorSlot):
                 rule = f"checkpoints of this family have no place for {name}"
-                raise ConfigError("model.family", self.name, rule) from None
+                raise ConfigError("model.family", self.name, rule)
+            if "{expert}" not in slot.name:
+                yield TensorMapping(name, prefix + slot.name, slot)
+                continue
+            for expert in range(shape[0]):
+                yield TensorMapping(name, prefix + slot.name.format(expert=expert), slot, expert)
         for name, theirs in self.mtp_copies.items() if model.mtp.depth else ():
             slot = TensorSlot(f"model.layers.{model.n_layers}.{theirs}")
             ours = (
                 name if name in shapes else "tok_embeddings.weight"
             )  # a tied projection is the table
             yield TensorMapping(ours, slot.name, slot, is_copy=True)
-
-    def mappings_of(
-        self, name: str, shape: Shape, n_layers: int | None = None
-    ) -> Iterator[TensorMapping]:
-        """The mapping of one of our tensors, by its name and shape; raises ValueError if the family has none.
-
-        ``n_layers`` is the model's number of layers, for tensors of multi-token prediction.
-        """
-        block = _IN_BLOCK.fullmatch(name)
-        known: Mapping[str, str | TensorSlot] = {**self.names, **self.mtp} if block else OUTSIDE
-        prefix, inner = (f"model.layers.{block[1] or n_layers}.", block[2]) if block else ("", name)
-        module = _SUFFIX.fullmatch(inner)
-        slot = known.get(inner)
-        if module is not None:
-            parent, suffix = module.groups()
-            place = known.get(parent)
-            slot = TensorSlot(f"{place}{suffix}") if isinstance(place, str) else None
-        if not isinstance(slot, TensorSlot):
-            raise ValueError(f"no parameter of a decoder of family {self.name} is called {name!r}")
-        if "{expert}" not in slot.name:
-            yield TensorMapping(name, prefix + slot.name, slot)
-            return
-        for expert in range(shape[0]):
-            yield TensorMapping(name, prefix + slot.name.format(expert=expert), slot, expert)
 
 
 @dataclass(frozen=True)
@@ -304,11 +274,12 @@ def common(
     model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object
 ) -> list[ConfigField]:
     """Fields of config.json that every family has; ``defaults`` are those of fields by name."""
-
-    def all_heads(found: Mapping[str, Any]) -> object:
-        return found.get("num_attention_heads", defaults.get("num_attention_heads"))
-
-    known = {"num_key_value_heads": all_heads, "tie_word_embeddings": False, **defaults}
+    heads = "num_attention_heads"
+    known = {
+        "num_key_value_heads": lambda found: found.get(heads, defaults.get(heads)),
+        "tie_word_embeddings": False,
+        **defaults,
+    }
     fields = same_fields(model, _COMMON, **known)
     fields.append(ConfigField("hidden_act", "silu", default="silu"))
     if not model.attention.is_latent:
