@@ -45,12 +45,12 @@ COLUMNS = (
     Column("technique", "technique"),
     Column("ranks", "ranks", "d"),
     Column("seeds", "seeds", "d"),
-    Column("control loss", "final loss", ".4f"),
-    Column("final loss", "difference", "+z.2%"),
+    Column("final loss", "final loss", ".4f"),
+    Column("final loss difference", "difference", "+z.2%"),
     Column("final loss interval", "interval of difference"),
-    Column("learning speed", "learning speed", "+z.2%"),
+    Column("learning speed difference", "learning speed", "+z.2%"),
     Column("learning speed interval", "interval of speed"),
-    Column("gradient norm", "gradient norm", "+z.2%"),
+    Column("gradient norm difference", "gradient norm", "+z.2%"),
     Column("gradient norm interval", "interval of norm"),
     Column("verdict", "verdict"),
     Column("reason", "reason"),
@@ -148,15 +148,16 @@ def compare(technique: Technique, control: Curves, config: ConvergeConfig) -> Ro
     row |= {
         "ranks": next(iter(technique.runs.values())).job.world_size,
         "seeds": len(finals),
-        "control loss": statistics.fmean(finals) if finals else None,
+        "final loss": statistics.fmean(finals) if finals else None,
         "verdict": CONTROL,
         "reason": "",
     }
     if curves.losses and not is_control:
         estimates = differences(control, curves, config)
         for name, each in estimates.items():
-            row[name] = each.mean
-            row[f"{name} interval"] = f"{each.low:+z.2%} to {each.high:+z.2%}"
+            row[f"{name} difference"] = each.mean
+            interval = f"{each.low:+z.2%} to {each.high:+z.2%}"
+            row[f"{name} interval"] = interval if len(each.values) > 1 else None
             row[f"{name} of seeds"] = " ".join(f"{value:.6g}" for value in each.values)
         row["verdict"], row["reason"] = judge(
             estimates, config.bound, has_same_numerics=technique.has_same_numerics

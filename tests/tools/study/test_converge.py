@@ -114,10 +114,13 @@ def test_command(tmp_path, sweep, capsys):
         "recompute_full": "equal",
         "async_tp": "skipped",
     }
-    assert float(found["recompute_full"]["final loss"]) == 0.0
-    assert float(found["bf16"]["final loss"]) != 0.0
-    assert found["bf16"]["gradient norm"] == "", "it does not claim the control's numbers"
-    assert float(found["recompute_full"]["gradient norm"]) == 0.0
+    assert found["recompute_full"]["final loss"] == found["control"]["final loss"]
+    assert float(found["control"]["final loss"]) > 1
+    assert float(found["recompute_full"]["final loss difference"]) == 0.0
+    assert found["recompute_full"]["final loss interval"] == "+0.00% to +0.00%"
+    assert float(found["bf16"]["final loss difference"]) != 0.0
+    assert found["bf16"]["gradient norm difference"] == "", "it does not claim the control's numbers"
+    assert float(found["recompute_full"]["gradient norm difference"]) == 0.0
     out = capsys.readouterr().out
     assert "Against the control, seeds 1, 2: 2 equal, 1 skipped." in out
     folder = tmp_path / "c" / "converge"
@@ -148,6 +151,7 @@ def test_runs_that_failed(tmp_path, sweep):
         "control": ("failed", "node: gone (1 of 2 runs)", "1"),
         **dict.fromkeys(("bf16", "recompute_full"), unpaired),
     }
+    assert found["bf16"]["final loss interval"] == "", "one seed has no interval"
     (sweep.ran[0] / "result.json").write_text(kept)
     metrics = sweep.ran[2] / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
