@@ -56,7 +56,7 @@ def rehearse_rank(job: Job, rank: int, config: RehearseConfig) -> RankFigures:
                 with suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if result.is_file():
+        if process.returncode == 0:
             return RankFigures.from_plain(json.loads(result.read_text()))
         said = log.read_text(errors="replace").strip().splitlines()[-LINES_SHOWN:]
     pp_rank = rank // (job.world_size // job.parallelism.pp)
