@@ -7,18 +7,20 @@ method; ``harness.metrics.recorder`` then switches it off and the run continues.
 import netrc
 import os
 import re
+import threading
 import time
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from harness.config.metrics import MetricsConfig
 from harness.util.encoding import dumps, flatten
 from harness.util.errors import EXIT_OK, STOPPED
+from harness.util.words import plural
 
 _DEFAULT_PROJECT = "harness"
 _UPLOAD_SECONDS = 300.0
@@ -165,6 +167,8 @@ _JOB_ID = "harness.job_id"
 _FOLDER = "harness.run_dir"
 # Limits of MLflow's REST API (mlflow/utils/validation.py).
 _PARAMS_PER_REQUEST = 100
+_METRICS_PER_REQUEST = 1000
+_ROWS_AT_ONCE = 100
 _LONGEST_PARAM = 6000
 _LONGEST_NAME = 250
 _NOT_IN_NAMES = re.compile(r"[^\w.:/ -]")
@@ -173,7 +177,8 @@ _NOT_IN_NAMES = re.compile(r"[^\w.:/ -]")
 class MlflowView:
     """MLflow, on rank 0 only: the job as parameters, rows as metrics by step (mlflow.org).
 
-    A thread sends the rows, so that training does not wait for the server.
+    A thread sends the rows, so that training does not wait for the server. Rows that have come while
+    it was sending go together: a slow server gets fewer requests, not a longer queue.
 
     A resumed run continues its MLflow run, which is found by tags: the job's id and the run folder.
     MLflow cannot remove values, so steps that an attempt has repeated have two.
@@ -192,8 +197,14 @@ class MlflowView:
         self._client = MlflowClient(tracking_uri=run.options.tracking_uri)
         self._id = self._begin(run)
         self._step = run.start_step
-        self._thread = ThreadPoolExecutor(1)
-        self._sent: deque[Future[Any]] = deque()
+        self._waiting: SimpleQueue[list[Any] | None] = SimpleQueue()
+        """Metrics of rows to send; None ends the thread."""
+        self._rows_put = 0
+        self._rows_sent = 0
+        self._error: Exception | None = None
+        # A daemon: the process can end while a request hangs.
+        self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
+        self._thread.start()
 
     def _begin(self, run: ShownRun) -> str:
         from mlflow.entities import Param
@@ -222,20 +233,24 @@ class MlflowView:
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Send a row in the background; raise an error that sending earlier rows has raised."""
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()
+        if self._error is not None:
+            raise self._error
         self._step = int(row["step"])
-        self._send(row)
+        self._put(row)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Send the rest; ``exit_code`` or ``exit_reason`` in ``summary`` set the status of the MLflow run."""
-        self._send({f"summary/{key}": value for key, value in flatten(dict(summary)).items()})
-        done, late = wait(self._sent, _UPLOAD_SECONDS)
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for each in done:
-            each.result()
-        if late:
-            raise TimeoutError(f"rows were not sent within {_UPLOAD_SECONDS:.0f} seconds")
+        self._put({f"summary/{key}": value for key, value in flatten(dict(summary)).items()})
+        self._waiting.put(None)
+        self._thread.join(_UPLOAD_SECONDS)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            lost = plural(self._rows_put - self._rows_sent, "row")
+            raise TimeoutError(
+                f"the last {lost}, one of them the summary, and the status "
+                f"were not sent within {_UPLOAD_SECONDS:g} seconds"
+            )
         code = int(summary.get("exit_code") or EXIT_OK)
         is_stopped = code in STOPPED or "exit_reason" in summary
         status = "FAILED"
@@ -245,7 +260,7 @@ class MlflowView:
             status = "FINISHED"
         self._client.set_terminated(self._id, status)
 
-    def _send(self, row: Mapping[str, Any]) -> None:
+    def _put(self, row: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
@@ -254,7 +269,26 @@ class MlflowView:
             for key, value in row.items()
             if key != "step" and isinstance(value, int | float)
         ]
-        self._sent.append(self._thread.submit(self._client.log_batch, self._id, metrics=metrics))
+        self._rows_put += 1
+        self._waiting.put(metrics)
+
+    def _send(self) -> None:
+        """Send rows as they come; those that wait go together."""
+        is_last = False
+        try:
+            while not is_last:
+                rows = [self._waiting.get()]
+                while len(rows) < _ROWS_AT_ONCE and not self._waiting.empty():
+                    rows.append(self._waiting.get())
+                is_last = rows[-1] is None
+                found = [row for row in rows if row is not None]
+                metrics = list(chain.from_iterable(found))
+                for begin in range(0, len(metrics), _METRICS_PER_REQUEST):
+                    some = metrics[begin : begin + _METRICS_PER_REQUEST]
+                    self._client.log_batch(self._id, metrics=some)
+                self._rows_sent += len(found)
+        except Exception as error:  # raised by log and close
+            self._error = error
 
 
 def _valid(name: str) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from typing import Any
 
 import pytest
 from cases import rows
-from processes import until
+from processes import PATIENCE, until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness.compose.composer import compose_job
 from harness.config.metrics import MetricsConfig
+from harness.metrics import views
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun, wandb_mode
@@ -179,6 +181,54 @@ def test_mlflow_has_another_run_for_one_from_the_beginning(store, tmp_path):
     for summary in ({"exit_reason": "SIGTERM"}, {}):
         record(tmp_path, **options(store)).close(summary)
     assert sorted(run.info.status for run in runs(store, tmp_path)[0]) == ["FINISHED", "KILLED"]
+
+
+def slow_requests(monkeypatch):
+    """Requests of rows wait for the event that is returned; the sizes of all requests are noted."""
+    mlflow = pytest.importorskip("mlflow")
+    send = mlflow.MlflowClient.log_batch
+    answers = threading.Event()
+    sizes = []
+
+    def log_batch(self, ident, metrics=(), params=()):
+        if metrics:
+            sizes.append(len(metrics))
+            answers.wait(PATIENCE)
+        send(self, ident, metrics=metrics, params=params)
+
+    monkeypatch.setattr("mlflow.MlflowClient.log_batch", log_batch)
+    return answers, sizes
+
+
+def test_rows_that_wait_for_mlflow_are_sent_together(store, tmp_path, monkeypatch):
+    answers, sizes = slow_requests(monkeypatch)
+    recorder = record(tmp_path, **options(store))
+    loads = {f"load.{number}": 1.0 for number in range(397)}
+    recorder.log({"step": 0, "loss": 4.0})
+    until(lambda: sizes == [1])
+    for step in range(1, 5):
+        recorder.log({"step": step, "loss": 4.0 - step, **loads})
+    answers.set()
+    recorder.close({"loss": 0.0})
+    assert sizes == [1, 1000, 593], "four rows of 398 metrics and the summary in two requests"
+    assert history(store, tmp_path, "loss") == [(step, 4.0 - step) for step in range(5)]
+    [run], _ = runs(store, tmp_path)
+    assert (run.info.status, run.data.metrics["summary/loss"]) == ("FINISHED", 0.0)
+
+
+def test_an_end_waits_for_mlflow_for_a_limited_time(store, tmp_path, monkeypatch, capsys):
+    answers, sizes = slow_requests(monkeypatch)
+    monkeypatch.setattr(views, "_UPLOAD_SECONDS", 0.2)
+    recorder = record(tmp_path, **options(store))
+    recorder.log({"step": 1, "loss": 4.0})
+    until(lambda: sizes == [1])
+    recorder.log({"step": 2, "loss": 3.0})
+    recorder.close({"loss": 3.0})
+    answers.set()
+    lost = (
+        "the last 3 rows, one of them the summary, and the status were not sent within 0.2 seconds"
+    )
+    assert lost in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def test_command(tmp_path, sweep, capsys):
     assert float(found["recompute_full"]["final loss difference"]) == 0.0
     assert found["recompute_full"]["final loss interval"] == "+0.00% to +0.00%"
     assert float(found["bf16"]["final loss difference"]) != 0.0
-    assert found["bf16"]["gradient norm difference"] == "", "it does not claim the control's numbers"
+    assert found["bf16"]["gradient norm difference"] == "", (
+        "it does not claim the control's numbers"
+    )
     assert float(found["recompute_full"]["gradient norm difference"]) == 0.0
     out = capsys.readouterr().out
     assert "Against the control, seeds 1, 2: 2 equal, 1 skipped." in out
