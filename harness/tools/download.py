@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import hashlib
 import os
 import shlex
 import signal
@@ -121,35 +120,38 @@ class DownloadJob:
 
 def choose(job: DownloadJob, names: list[str]) -> list[str]:
     """Select the files to download among those of the repository."""
-    by_kind = {kind: _of_kind(kind, names) for kind in PATTERNS}
+    by_kind: dict[str, list[str]] = {}
+    for kind, patterns in PATTERNS.items():
+        found = by_kind[kind] = []
+        for pattern in patterns:
+            if found and kind == "weights":
+                break
+            # A pattern without a folder matches top-level files only.
+            level = [name for name in names if name.count("/") == pattern.count("/")]
+            found += fnmatch.filter(level, pattern)
     chosen: list[str] = []
     for kind, found in by_kind.items():
+        if kind not in job.kinds:
+            continue
         # A model of one file needs no index.
-        if kind in job.kinds and not found and not (kind == "index" and by_kind["weights"]):
+        if not found and not (kind == "index" and by_kind["weights"]):
             there = [other for other in PATTERNS if by_kind[other]]
             works = f"what=[{','.join(there)}]" if there else "a repository with safetensors"
             raise UserError(f"what={kind}: {job.repo} has no such files; would work: {works}")
-        chosen += found if kind in job.kinds else []
+        chosen += found
     if "tokenizer" in job.kinds and CONFIG in names and CONFIG not in chosen:
         # transformers finds the tokenizer's class in config.json, and we find the family.
         chosen.append(CONFIG)
     return chosen
 
 
-def _of_kind(kind: str, names: list[str]) -> list[str]:
-    found: list[str] = []
-    for pattern in PATTERNS[kind]:
-        if found and kind == "weights":
-            break
-        # A pattern without a folder matches top-level files only.
-        level = [name for name in names if name.count("/") == pattern.count("/")]
-        found += fnmatch.filter(level, pattern)
-    return found
-
-
 def download(job: DownloadJob, overrides: list[str]) -> int:
     """Download the files; print their folder and the next commands; return the exit code."""
     from huggingface_hub import HfApi, snapshot_download
+
+    # Private in huggingface_hub 0.34 to 2.4. None: the client did not write the file, or it changed
+    # since.
+    from huggingface_hub._local_folder import read_download_metadata
     from huggingface_hub.utils import disable_progress_bars
 
     job.validate()
@@ -158,49 +160,25 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _hub_errors(job):
-        info = HfApi().model_info(repo, revision=job.revision, files_metadata=True)
+        info = HfApi().model_info(repo, revision=job.revision)
         commit = cast(str, info.sha)
-        files = {file.rfilename: file for file in info.siblings or []}
-        names = choose(job, list(files))
-        _refuse_to_overwrite(folder, {name: files[name] for name in names})
+        names = choose(job, [file.rfilename for file in info.siblings or []])
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            path = folder / name
+            if path.exists() and read_download_metadata(folder, name) is None:
+                works = "another folder in to=, or removing the file"
+                raise UserError(f"{path}: is not the hub's, or has changed; would work: {works}")
         patterns = [glob.escape(name) for name in names]
         snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns)
         for name in names:
             # If the hub stops answering and the folder is not empty, the client only warns.
             if not (folder / name).is_file():
                 raise MachineError(f"{name}: the hub stopped answering; {_AGAIN}")
-    size = sum(files[name].size or 0 for name in names) / 1e9
-    _print(f"{repo} at {commit[:12]}: {plural(len(names), 'file')}, {size:.3f} GB: {folder}")
-    for line in next_commands(job):
-        _print(line)
+    size = sum((folder / name).stat().st_size for name in names) / 1e9
+    lines = [f"{repo} at {commit[:12]}: {plural(len(names), 'file')}, {size:.3f} GB: {folder}"]
+    sys.stdout.write("".join(f"{line}\n" for line in lines + next_commands(job)))
     return EXIT_OK
-
-
-def _refuse_to_overwrite(folder: Path, files: dict[str, Any]) -> None:
-    """Refuse to overwrite files that are not the hub's."""
-    # Private in huggingface_hub 0.34 to 2.4. None: the client did not write the file, or it changed
-    # since.
-    from huggingface_hub._local_folder import read_download_metadata
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, file in files.items():
-        path = folder / name
-        is_the_hubs = not path.exists() or read_download_metadata(folder, name) is not None
-        if not is_the_hubs and not _is_equal(path, file):
-            works = "another folder in to=, or removing the file"
-            raise UserError(
-                f"{path}: already exists and differs from the hub's; would work: {works}"
-            )
-
-
-def _is_equal(path: Path, file: Any) -> bool:
-    """Whether a file has the content of the hub's: the SHA-256 of a large one, git's sum of others."""
-    if file.lfs:
-        with path.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest() == str(file.lfs["sha256"])
-    content = path.read_bytes()
-    digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    return digest == str(file.blob_id)
 
 
 @contextmanager
@@ -245,23 +223,21 @@ def next_commands(job: DownloadJob) -> list[str]:
     file = folder / CONFIG
     config = read_object(file) if file.is_file() else {}
     tokenizer = _tokenizer_overrides(folder, config)
-    if "weights" not in job.kinds:
-        return [_command("train", *tokenizer)] if "tokenizer" in job.kinds and tokenizer else []
-    model = _model_overrides(folder, config)
-    target = f"{folder}-dcp/step-0"
-    lines = [
-        _command("convert", *model, f"convert.source={folder}", f"convert.target={target}"),
-        _command("train", *model, *tokenizer, f"checkpoint.initial_load_path={target}"),
-    ]
-    if model == ["model=NAME"]:
-        lines.append(
-            "note: no option of conf/model describes this model; write conf/model/NAME.yaml first"
-        )
-    return lines
-
-
-def _command(verb: str, *overrides: str) -> str:
-    return f"next: {shlex.join(['harness', verb, *overrides])}"
+    commands = [["train", *tokenizer]] if tokenizer else []
+    notes = []
+    if "weights" in job.kinds:
+        model = _model_overrides(folder, config)
+        target = f"{folder}-dcp/step-0"
+        commands = [
+            ["convert", *model, f"convert.source={folder}", f"convert.target={target}"],
+            ["train", *model, *tokenizer, f"checkpoint.initial_load_path={target}"],
+        ]
+        if model == ["model=NAME"]:
+            missing = (
+                "no option of conf/model describes this model; write conf/model/NAME.yaml first"
+            )
+            notes.append(f"note: {missing}")
+    return [*(f"next: {shlex.join(['harness', *words])}" for words in commands), *notes]
 
 
 def _model_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
@@ -279,7 +255,6 @@ def _model_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
 def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
     """Overrides that select the folder's tokenizer: an option of conf/tokenizer, and a path if it differs."""
     file = folder / "tokenizer.json"
-    family = str(config.get("model_type", ""))
     chosen = "tokenizer.kind=huggingface"
     for option, values in sorted(option_values("tokenizer").items()):
         path = Path(values.get("path") or "")
@@ -287,14 +262,10 @@ def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
             return [f"tokenizer={option}"]
         # Options are named like transformers' families, by prefix: qwen3_moe has the tokenizer
         # qwen3.
+        family = str(config.get("model_type"))
         if values["kind"] == "huggingface" and family.startswith(option):
             chosen = f"tokenizer={option}"  # in order, so that the longest name is the last
     return [chosen, f"tokenizer.path={file}"] if file.is_file() else []
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def _end_at_once() -> None:

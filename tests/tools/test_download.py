@@ -126,7 +126,7 @@ def test_files_that_are_there(hub, tmp_path):
     os.utime(tmp_path / "out/config.json", (1e10, 1e10))
     said = refused(f"repo={REPO}", "to=out")
     assert said.startswith(
-        "out/config.json: already exists and differs from the hub's; would work: another"
+        "out/config.json: is not the hub's, or has changed; would work: another folder"
     )
     assert (tmp_path / "out/config.json").read_text() == mine
 
