@@ -183,63 +183,49 @@ def test_mlflow_has_another_run_for_one_from_the_beginning(store, tmp_path):
     assert sorted(run.info.status for run in runs(store, tmp_path)[0]) == ["FINISHED", "KILLED"]
 
 
-def slow_requests(monkeypatch):
-    """Requests of rows wait for the event that is returned; the sizes of all requests are noted."""
-    mlflow = pytest.importorskip("mlflow")
-    send = mlflow.MlflowClient.log_batch
-    answers = threading.Event()
+def test_mlflow_gets_rows_together_and_is_waited_for_with_a_limit(
+    store, tmp_path, monkeypatch, capsys
+):
+    """A server that answers late, then not at all."""
+    send = pytest.importorskip("mlflow").MlflowClient.log_batch
+    answer = threading.Event()
     sizes = []
 
-    def log_batch(self, ident, metrics=(), params=()):
-        if metrics:
-            sizes.append(len(metrics))
-            answers.wait(PATIENCE)
-        send(self, ident, metrics=metrics, params=params)
+    def slow(self, ident, **sent):
+        sizes.append(len(sent.get("metrics", ())))
+        answer.wait(PATIENCE if sizes[-1] else 0)
+        send(self, ident, **sent)
 
-    monkeypatch.setattr("mlflow.MlflowClient.log_batch", log_batch)
-    return answers, sizes
-
-
-def test_rows_that_wait_for_mlflow_are_sent_together(store, tmp_path, monkeypatch):
-    answers, sizes = slow_requests(monkeypatch)
+    monkeypatch.setattr("mlflow.MlflowClient.log_batch", slow)
+    loads = {f"load.{number}": 1.0 for number in range(400)}
     recorder = record(tmp_path, **options(store))
-    loads = {f"load.{number}": 1.0 for number in range(397)}
-    recorder.log({"step": 0, "loss": 4.0})
-    until(lambda: sizes == [1])
+    recorder.log({"step": 0, **loads})
+    until(lambda: sizes[-1])
     for step in range(1, 5):
-        recorder.log({"step": step, "loss": 4.0 - step, **loads})
-    answers.set()
-    recorder.close({"loss": 0.0})
-    assert sizes == [1, 1000, 593], "four rows of 398 metrics and the summary in two requests"
-    assert history(store, tmp_path, "loss") == [(step, 4.0 - step) for step in range(5)]
-    [run], _ = runs(store, tmp_path)
-    assert (run.info.status, run.data.metrics["summary/loss"]) == ("FINISHED", 0.0)
-
-
-def test_an_end_waits_for_mlflow_for_a_limited_time(store, tmp_path, monkeypatch, capsys):
-    answers, sizes = slow_requests(monkeypatch)
+        recorder.log({"step": step, **loads})
+    answer.set()
+    recorder.close({})
+    assert sizes[-3:] == [400, 1000, 600]
+    assert history(store, tmp_path, "load.9") == [(step, 1.0) for step in range(5)]
+    answer.clear()
     monkeypatch.setattr(views, "_UPLOAD_SECONDS", 0.2)
     recorder = record(tmp_path, **options(store))
-    recorder.log({"step": 1, "loss": 4.0})
-    until(lambda: sizes == [1])
-    recorder.log({"step": 2, "loss": 3.0})
-    recorder.close({"loss": 3.0})
-    answers.set()
-    lost = (
-        "the last 3 rows, one of them the summary, and the status were not sent within 0.2 seconds"
-    )
+    recorder.log({"step": 1, **loads})
+    recorder.close({})
+    answer.set()
+    lost = "the last 2 rows, one of them the summary, and the status were not sent within 0.2 s"
     assert lost in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("option", "shown"),
-    [
-        ("default", {}),
-        ("wandb", {"wandb": {}}),
-        ("tensorboard", {"tensorboard": {}}),
-        ("all", {"wandb": {}, "tensorboard": {}}),
-        ("mlflow", {"mlflow": {"tracking_uri": None, "experiment": None, "tags": {}}}),
-    ],
+    rows("""
+        default      {}
+        wandb        {wandb: {}}
+        tensorboard  {tensorboard: {}}
+        all          {wandb: {}, tensorboard: {}}
+        mlflow       {mlflow: {tracking_uri: null, experiment: null, tags: {}}}
+    """),
 )
 def test_shipped_views(option, shown):
     assert compose_job(["model=llama3_tiny", f"metrics={option}"]).metrics.shown == shown

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import tracemalloc
-from dataclasses import dataclass
 
 import pytest
 from processes import python
 
+from harness.compose.composer import compose_job
 from harness.metrics import window
 from harness.metrics.mfu import Peak, describe_inputs, mfu, peak_of, utilization
 from harness.metrics.window import StepTimer, Window
+from harness.model.accounting import account
 
 
 class Clock:
@@ -111,26 +112,16 @@ def test_a_step_that_compiles_again_counts_as_warm_up():
     assert window.summary()["window_steps"] == 2
 
 
-@dataclass(frozen=True)
-class Flops:
-    flops_per_token_full: float
-    flops_per_token_causal: float
-
-
-# Llama 3 8B at 8192 tokens as torchtitan counts it: 6 * (N - N_embedding) + 12 * L * d * T, N = 8.03e9.
-PARAMETERS = 6 * (8_030_261_248 - 128_256 * 4096)
-ATTENTION = 12 * 32 * 4096 * 8192
-LLAMA3_8B = Flops(PARAMETERS + ATTENTION, PARAMETERS + ATTENTION / 2)
+LLAMA3_8B = account(compose_job(["model=llama3_8b"]).model, 8192)
 
 
 def test_published_llama3_8b():
-    assert LLAMA3_8B.flops_per_token_full == pytest.approx(57.9e9, rel=1e-3)
+    """As torchtitan counts it: tests/model/test_accounting.py has the FLOPs."""
     row = utilization(6667, LLAMA3_8B, peak_of("NVIDIA H100 80GB HBM3", "bfloat16"))
     assert row["tflops_per_device"] == pytest.approx(386, abs=0.5)
     assert row["mfu"] == pytest.approx(0.390, abs=0.001)
-    assert row["mfu_causal"] == pytest.approx(
-        row["mfu"] * (PARAMETERS + ATTENTION / 2) / (PARAMETERS + ATTENTION)
-    )
+    causal = LLAMA3_8B.flops_per_token_causal / LLAMA3_8B.flops_per_token_full
+    assert row["mfu_causal"] == pytest.approx(row["mfu"] * causal)
 
 
 def test_the_peak_is_that_of_the_arithmetic():

@@ -7,6 +7,7 @@ import math
 import shlex
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,44 +180,18 @@ def test_a_broken_line_is_named(tmp_path):
 
 def test_gpu_single_is_rows_by_case(tmp_path):
     """Medians over rounds; the smaller model counts if the larger one did not fit."""
-    overrides = [
-        "model=llama3_8b",
-        "precision=bf16",
-        "compile=on",
-        "cluster.device=cuda",
-        "data=synthetic",
-    ]
-    overrides += ["tokenizer=bytes", "training.global_batch_size=1", "training.seq_len=8192"]
-    common = {
-        "shape": "8B",
-        "activation_checkpoint": "full",
-        "mode": "bf16_compile",
-        "overrides": overrides,
-    }
-    run = {"memory_gib": 70.0, "step_seconds": 1.0, "mfu": 0.5}
-    starved = {
-        "side": "harness",
-        "n_layers": 20,
-        "round": 0,
-        "failed": "out_of_memory",
-        "message": "no",
-    }
-    rows = [{**common, **starved}]
-    for number, rate in enumerate((1000.0, 1200.0, 1100.0)):
-        rows.append(
-            {
-                **common,
-                **run,
-                "side": "harness",
-                "n_layers": 10,
-                "round": number,
-                "tokens_per_second": rate,
-            }
-        )
-        rows.append({**rows[-1], "side": "torchtitan", "tokens_per_second": rate - 100})
-    rows.append(
-        {**common, "mode": "bf16", "side": "harness", "n_layers": 10, "round": 0, "failed": "bug"}
+    typed = (
+        "model=llama3_8b precision=bf16 compile=on cluster.device=cuda data=synthetic "
+        "tokenizer=bytes training.global_batch_size=1 training.seq_len=8192"
     )
+    common = {"shape": "8B", "activation_checkpoint": "full", "mode": "bf16_compile"}
+    common |= {"overrides": typed.split(), "side": "harness", "n_layers": 10, "round": 0}
+    run = {**common, "memory_gib": 70.0, "step_seconds": 1.0, "mfu": 0.5}
+    rows = [{**common, "n_layers": 20, "failed": "out_of_memory", "message": "no"}]
+    for number, rate in enumerate((1000.0, 1200.0, 1100.0)):
+        rows.append({**run, "round": number, "tokens_per_second": rate})
+        rows.append({**rows[-1], "side": "torchtitan", "tokens_per_second": rate - 100})
+    rows.append({**common, "mode": "bf16", "failed": "bug"})
     facts = {"device": DEVICE, "versions": {"torch": "2.x"}, "commit": "0123", "dirty": False}
     keep(tmp_path, report_rows(facts, rows))
     compiled, eager = load(tmp_path)
@@ -259,10 +234,14 @@ COMMON = [
 ]
 
 
-def leave_run(runs, *typed):
+def leave_run(runs, *typed, losses=()):
+    """Leave a run, with its losses as pairs of step and loss."""
     overrides = [*COMMON, *typed, f"runs_dir={runs}"]
     job = compose_job(overrides)
     leave(job, overrides, result(job, rate_of(job)))
+    facts = [{"step": n, "loss": loss, "tokens": 8 * n, "step_seconds": 0.5} for n, loss in losses]
+    lines = [f"{dumps(row)}\n" for row in facts]
+    (Path(job.run_dir) / "metrics.jsonl").write_text("".join(lines))
 
 
 def test_runs_are_named_by_the_overrides_that_differ(tmp_path):
@@ -302,12 +281,7 @@ def test_losses_of_runs(tmp_path, monkeypatch):
         **{(f"optimizer.lr={n}e-4",): [(1, 3.0), (2, 2.0), (3, 2.0 + n)] for n in range(1, 9)},
     }
     for typed, losses in runs.items():
-        leave_run(tmp_path, "model=llama3_tiny", *typed)
-        [path] = [each for each in tmp_path.glob("*/*") if not (each / "metrics.jsonl").exists()]
-        facts = [
-            {"step": n, "loss": loss, "tokens": 8 * n, "step_seconds": 0.5} for n, loss in losses
-        ]
-        (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
+        leave_run(tmp_path, "model=llama3_tiny", *typed, losses=losses)
     figures: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
     control = "lr=1e-3 (2 seeds)"
@@ -342,13 +316,8 @@ FALLING = [9.0, 6.0, 4.0, *(3 - 0.02 * step for step in range(47))]
 )
 def test_what_a_picture_of_losses_leaves_out(losses, above, tmp_path, monkeypatch):
     for seed, run in enumerate(losses):
-        leave_run(tmp_path, "model=llama3_tiny", f"optimizer.lr={seed + 1}e-3")
-        [path] = [each for each in tmp_path.glob("*/*") if not (each / "metrics.jsonl").exists()]
-        facts = [
-            {"step": n + 1, "loss": loss, "tokens": n, "step_seconds": 1}
-            for n, loss in enumerate(run)
-        ]
-        (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
+        lr = f"optimizer.lr={seed + 1}e-3"
+        leave_run(tmp_path, "model=llama3_tiny", lr, losses=enumerate(run, start=1))
     figures: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
     assert plots.losses(tmp_path / "x.png", "t", load(tmp_path))

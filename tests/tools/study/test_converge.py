@@ -114,9 +114,8 @@ def test_command(tmp_path, sweep, capsys):
         "recompute_full": "equal",
         "async_tp": "skipped",
     }
-    assert found["recompute_full"]["final loss"] == found["control"]["final loss"]
-    assert float(found["control"]["final loss"]) > 1
-    assert float(found["recompute_full"]["final loss difference"]) == 0.0
+    assert found["recompute_full"]["final loss"] == found["control"]["final loss"] != "0"
+    assert found["recompute_full"]["final loss difference"] == "0.0"
     assert found["recompute_full"]["final loss interval"] == "+0.00% to +0.00%"
     assert float(found["bf16"]["final loss difference"]) != 0.0
     assert found["bf16"]["gradient norm difference"] == "", (

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import rows
 
 from harness.tools.study.judge import (
     BETTER,
@@ -89,19 +90,19 @@ def test_equal_techniques_are_rarely_called_different(drift, most):
 
 @pytest.mark.parametrize(
     ("differences", "word", "least", "most"),
-    [
-        ({"drift": 0.001}, EQUAL, 0.99, 1),
-        ({"drift": 0.03}, UNDECIDED, 0.8, 1),
-        # A learning rate 5 % off changes the speed of experiments/convergence/dense by 2.2 % (seeds: 0.1 %).
-        ({"drift": 0.001, "speed": 0.02}, BETTER, 0.95, 1),
-        ({"drift": 0.001, "speed": -0.02}, WORSE, 0.95, 1),
-        ({"drift": 0.003, "speed": 0.02}, EQUAL, 0, 0),
-        ({"drift": 0.003, "speed": -0.02}, EQUAL, 0, 0),
-        ({"drift": 0.001, "offset": 0.03}, WORSE, 0.95, 1),
-        # Differences above the bound are not called equal.
-        ({"drift": 0.003, "speed": 0.012}, EQUAL, 0, 0.05),
-        ({"drift": 0.003, "offset": 0.011}, EQUAL, 0, 0.05),
-    ],
+    # A learning rate 5 % off changes the speed of experiments/convergence/dense by 2.2 % (seeds: 0.1 %).
+    # The last two differences are just above the bound, and are not called equal.
+    rows("""
+        {drift: 0.001}                  equal      0.99  1
+        {drift: 0.03}                   undecided  0.8   1
+        {drift: 0.001, speed: 0.02}     better     0.95  1
+        {drift: 0.001, speed: -0.02}    worse      0.95  1
+        {drift: 0.003, speed: 0.02}     equal      0     0
+        {drift: 0.003, speed: -0.02}    equal      0     0
+        {drift: 0.001, offset: 0.03}    worse      0.95  1
+        {drift: 0.003, speed: 0.012}    equal      0     0.05
+        {drift: 0.003, offset: 0.011}   equal      0     0.05
+    """),
 )
 def test_shares_of_verdicts(differences, word, least, most):
     assert least <= rates(**differences)[word] <= most
