@@ -50,6 +50,8 @@ killed."""
 # Time that ranks have after one has failed, to notice it and to record their progress. A rank that
 # hangs in a collective never notices.
 LEAVING_SECONDS = 2.0
+SNAPSHOT_SECONDS = 60.0
+"""The same where ranks that run out of memory write snapshots of it."""
 
 
 def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -127,6 +129,8 @@ def _supervise(
     job: Job, processes: Mapping[int, Popen[bytes]], stop: StopRequest
 ) -> dict[int, int]:
     """Wait until all ranks have ended, or one has failed and the time for the others to end is over."""
+    snapshots = job.profiling.enable and job.profiling.memory_snapshot
+    leaving_seconds = SNAPSHOT_SECONDS if snapshots else LEAVING_SECONDS
     deadline = float("inf")
     asked = False
     while True:
@@ -143,7 +147,7 @@ def _supervise(
                     signal.SIGTERM
                 )  # not to workers in its process group, which it needs
         if any(code not in (EXIT_OK, *STOPPED) for code in ended.values()):
-            deadline = min(deadline, now + LEAVING_SECONDS)
+            deadline = min(deadline, now + leaving_seconds)
         if stop.insists or now >= deadline:
             return ended
         time.sleep(POLL_SECONDS)
