@@ -337,7 +337,9 @@ def test_a_captured_step_is_launched_as_two_graphs(overrides):
     assert host.host_launches == host.launches + host.product_count
     assert device.host_launches < 20 and device.replayed > host.host_launches - 20
     assert (device.products, device.collectives) == (host.products, host.collectives)
-    assert abs(device.launches - host.launches) < 8
+    # In a graph the scales of losses are tensors; a mixture has one per layer and pass.
+    scales = 24 if MIXTURE[0] in overrides else 8
+    assert abs(device.launches - host.launches) < scales
     assert device.memory["allocated"] <= 1.02 * host.memory["allocated"] + 2**22
     assert device.memory["reserved"] <= 1.05 * host.memory["reserved"] + 2**27
 
@@ -411,7 +413,9 @@ def test_the_first_hour_fits(section, words, monkeypatch):
     gpus = GPUS[section]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     nodes = ["cluster=slurm_h100", f"cluster.ranks_per_node={gpus.count(',') + 1}"]
-    found = rehearsed(*words, *nodes)
+    # A rehearsal saves nothing, and refuses fields of what is saved.
+    rehearsable = [word for word in words if not word.startswith("checkpoint")]
+    found = rehearsed(*rehearsable, *nodes)
     check(found, waits=EXPERTS)
     reserved = max(figures.memory["reserved"] for figures in found.ranks) / 2**30
     shown = re.findall(r"\| ([\d.]+) \|$", FIRST_HOUR.read_text(), re.MULTILINE)
