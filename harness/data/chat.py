@@ -24,7 +24,13 @@ import numpy as np
 from harness.config.data import DataConfig
 from harness.data.documents import LocalFiles, Span, file_stats, list_names, read_columns
 from harness.data.tokenizer import Marked, Tokenizer
-from harness.data.tokenizer_json import CONFIG, SPECIAL_NAMES, read_transformers_settings, token_of
+from harness.data.tokenizer_json import (
+    CONFIG,
+    SPECIAL_NAMES,
+    read_transformers_settings,
+    repository_of,
+    token_of,
+)
 from harness.util.encoding import read_object
 from harness.util.errors import DataError
 
@@ -133,7 +139,13 @@ class ConversationTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        rendered = [self._render(text) for text in texts]
+        rendered = []
+        for document in texts:
+            where, messages, tools = json.loads(document)
+            try:
+                rendered.append(self._template.learned(messages, tools))
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
         marked = self._tokenizer.encode_marked([text for text, _ in rendered])
         return [
             _labelled(each, learned) for each, (_, learned) in zip(marked, rendered, strict=True)
@@ -147,13 +159,6 @@ class ConversationTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([id >> 1 for id in ids])
-
-    def _render(self, document: str) -> tuple[str, list[tuple[int, int]]]:
-        where, messages, tools = json.loads(document)
-        try:
-            return self._template.learned(messages, tools)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
 
 
 def _labelled(marked: Marked, learned: list[tuple[int, int]]) -> list[int]:
@@ -262,11 +267,9 @@ class ChatTemplate:
         end = self._end_after_content(messages[index], text, len(before))
         if end is None:
             rule = "messages that follow a turn change its text"
-            works = (
-                f"{SETTING}={_WORKS}"
-                if self.only_last
-                else f"data.train_on=last, {SETTING}={_WORKS}"
-            )
+            works = f"{SETTING}={_WORKS}"
+            if not self.only_last:
+                works = f"data.train_on=last, {works}"
             raise DataError(f"the chat template cannot be used: {rule}; would work: {works}")
         return len(before), end
 
@@ -371,11 +374,16 @@ def find_template(
     Raises:
         DataError: there is none, or it is not a template.
     """
-    folder = _folder_of(tokenizer)
+    folder = repository_of(tokenizer.file) if tokenizer.file else None
     settings = read_transformers_settings(folder / CONFIG) if folder else {}
     text = None
-    if name:
-        text = _chosen_text(name, tokenizer, setting)
+    if name in TEMPLATES:
+        text = TEMPLATES[name]
+        for token in _NEEDED.get(name, ()):
+            if token not in tokenizer.special_ids:
+                raise DataError(f"{setting}={name}: the tokenizer has no token {token}; try plain")
+    elif name:
+        text = _read(Path(name).expanduser(), f"{setting}={name}")
     elif folder:
         text = _stored_text(folder, settings)
     if text is None:
@@ -411,23 +419,6 @@ def message_of(message: Any, where: str) -> dict[str, Any]:
     if message.get("content") is None and not message.get("tool_calls"):
         raise DataError(f"{where}: has no content; would work: {_EXAMPLE}")
     return message
-
-
-def _folder_of(tokenizer: Tokenizer) -> Path | None:
-    """The folder with transformers' files; Meta's repositories have tokenizer.model in ``original/``."""
-    if tokenizer.file is None:
-        return None
-    folder = tokenizer.file.parent
-    return folder.parent if folder.name == "original" else folder
-
-
-def _chosen_text(name: str, tokenizer: Tokenizer, setting: str) -> str:
-    if name not in TEMPLATES:
-        return _read(Path(name).expanduser(), f"{setting}={name}")
-    missing = [token for token in _NEEDED.get(name, ()) if token not in tokenizer.special_ids]
-    if missing:
-        raise DataError(f"{setting}={name}: the tokenizer has no token {missing[0]}; try plain")
-    return TEMPLATES[name]
 
 
 def _read(path: Path, what: str) -> str:

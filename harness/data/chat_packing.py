@@ -95,19 +95,16 @@ class PackedConversations:
         documents_T = np.full(T, PADDING, dtype=np.int64)
         begin = 0
         for document, conversation in enumerate(conversations):
-            tokens, learned = self._read(conversation)
+            start = self._split.starts[conversation]
+            encoded = self._split.tokens[start : self._ends[conversation]].astype(np.int64)
+            tokens = encoded >> 1
+            learned = (encoded & 1).astype(bool)
             end = begin + len(tokens) - 1
             inputs_T[begin:end] = tokens[:-1]
             documents_T[begin:end] = document
             labels_T[begin:end] = np.where(learned[1:], tokens[1:], IGNORE_INDEX)
             begin = end
         return inputs_T, labels_T, documents_T
-
-    def _read(self, conversation: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a conversation, and which of them are learned."""
-        begin = self._split.starts[conversation]
-        encoded = self._split.tokens[begin : self._ends[conversation]].astype(np.int64)
-        return encoded >> 1, (encoded & 1).astype(bool)
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

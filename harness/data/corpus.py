@@ -16,7 +16,6 @@ another name and then renamed, so those that are finished are kept when a proces
 """
 
 import dataclasses
-import hashlib
 import json
 import shutil
 import uuid
@@ -51,7 +50,7 @@ from harness.data.tokenizing import (
     units_of,
 )
 from harness.data.tokens import map_file
-from harness.util.encoding import parse_object
+from harness.util.encoding import json_digest, parse_object
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import is_file_name
 from harness.util.store import (
@@ -261,8 +260,7 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
 
 def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
     """Hash of everything that determines the documents and their ids."""
-    content = [FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json_digest([FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out])
 
 
 class CorpusWriter(ShardWriter):
@@ -408,7 +406,7 @@ class CorpusWriter(ShardWriter):
             folder = self.folder(number)
             meta = read_meta(folder)
             documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
-            held = Counts({split: meta["tokens"][split] for split in SPLITS}, documents)
+            held = Counts(meta["tokens"], documents)
             checksum = xxhash.xxh3_64_hexdigest((folder / META).read_bytes())
             shards.append(Shard(folder.name, held, checksum))
             for split in SPLITS:

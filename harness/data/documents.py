@@ -160,14 +160,6 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def skip_to_line(lines: IO[bytes], begin: int) -> int:
-    """Seek the first line that begins at or after a byte; return its offset."""
-    lines.seek(begin - 1)
-    while (part := lines.readline(_BLOCK_BYTES)) and not part.endswith(b"\n"):
-        pass
-    return lines.tell()
-
-
 def row_groups(file: Path) -> int:
     """Number of row groups of a parquet file."""
     import pyarrow
@@ -289,20 +281,17 @@ class LocalFiles(Source):
             elif format == "parquet":
                 yield from self.read_parquet(file, span)
             else:
-                yield self._read_text(file)
+                # bytes, not text mode: newlines stay as they are
+                with open_file(file) as content:
+                    text = content.read()
+                if self.config.format == "auto":
+                    _refuse_json(file, text)
+                yield _decoded(text, str(file))
         except _DAMAGED_FILE as error:
             raise DataError(f"{file} cannot be read: {describe(error)}") from error
 
     def format_of(self, file: Path) -> str:
         return self.config.format if self.config.format != "auto" else format_of(file)
-
-    def _read_text(self, file: Path) -> str:
-        # bytes, not text mode: newlines stay as they are
-        with open_file(file) as content:
-            text = content.read()
-        if self.config.format == "auto":
-            _refuse_json(file, text)
-        return _decoded(text, str(file))
 
     def document_of(self, row: dict[str, Any], where: str) -> str:
         """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
@@ -315,7 +304,11 @@ class LocalFiles(Source):
     def read_jsonl(self, file: Path, span: Span) -> Iterator[str]:
         """Yield the document of each line that begins in a span."""
         with open_file(file) as lines:
-            offset = skip_to_line(lines, span.begin) if span.begin else 0
+            if span.begin:  # seek the first line that begins there or later
+                lines.seek(span.begin - 1)
+                while (part := lines.readline(_BLOCK_BYTES)) and not part.endswith(b"\n"):
+                    pass
+            offset = lines.tell() if span.begin else 0
             after = f" after byte {offset}" if offset else ""
             for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b"")):
                 if span.end is not None and offset >= span.end:
@@ -361,16 +354,11 @@ def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
     """Files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
     found: set[str] = set()
     for pattern in patterns:
-        found |= _matching(pattern)
+        found |= set(map(os.path.abspath, matching(expand(pattern))))
     for pattern in exclude:
         excluded = _glob_to_regex(expand(pattern))
         found = {name for name in found if not excluded.fullmatch(name)}
     return sorted(Path(name) for name in found if os.path.isfile(name))
-
-
-def _matching(pattern: str) -> set[str]:
-    """Absolute paths that match a pattern of the user."""
-    return set(map(os.path.abspath, matching(expand(pattern))))
 
 
 def folder_hint(patterns: list[str]) -> str:
@@ -430,8 +418,7 @@ class HubTable(Source):
 
     @property
     def identity(self) -> Any:
-        files = [Path(entry["filename"]) for entry in self._table.cache_files]
-        stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        stats = file_stats(Path(entry["filename"]) for entry in self._table.cache_files)
         # A table in memory has no files; its fingerprint identifies its content.
         content = stats or self._table._fingerprint
         config = self.config

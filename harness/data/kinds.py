@@ -25,12 +25,6 @@ def build_loader(reading: Reading) -> Loader:
             the model's vocabulary.
         DataError: the data is missing, unreadable, or too small.
     """
-    rows = reading.rows
-    batch_size = reading.global_batch_size
-    if reading.split not in ("train", "validation"):
-        raise ValueError(f"split is train or validation, not {reading.split}")
-    if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
-        raise ValueError(f"rows {rows} are not part of a global batch of {batch_size}")
     kind = DATA_KINDS[reading.data.kind]
     if kind.has_vocabulary:
         check_vocab_size(reading.tokenizer.vocab_size, reading.model_vocab_size)

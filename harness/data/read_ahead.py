@@ -62,7 +62,12 @@ class ReaderPool:
             MachineError: the row's process has died.
         """
         if not self._workers:
-            self._start()
+            rows = list(self._readers)
+            workers = [Worker(**_ENVIRONMENT) for _ in range(self._num_processes)]
+            for first, worker in enumerate(workers):  # which import meanwhile
+                readers = {each: self._readers[each] for each in rows[first :: len(workers)]}
+                worker.send((_serve, readers, self._chunk_tokens))
+                self._workers |= dict.fromkeys(readers, worker)
         for _ in range(self._requested[row]):
             self._receive(row)  # from an earlier position
         begin: Position | None = position
@@ -83,14 +88,6 @@ class ReaderPool:
         self._workers = {}
         self._requested = dict.fromkeys(self._readers, 0)
         self._chunks: dict[int, deque[Chunk]] = {row: deque() for row in self._readers}
-
-    def _start(self) -> None:
-        rows = list(self._readers)
-        workers = [Worker(**_ENVIRONMENT) for _ in range(self._num_processes)]
-        for first, worker in enumerate(workers):  # which import meanwhile
-            readers = {row: self._readers[row] for row in rows[first :: self._num_processes]}
-            worker.send((_serve, readers, self._chunk_tokens))
-            self._workers |= dict.fromkeys(readers, worker)
 
     def _receive(self, row: int) -> Chunk:
         """Return the next chunk of a row; its process also sends those of its other rows."""

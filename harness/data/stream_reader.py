@@ -45,14 +45,6 @@ class TokenizedDocument(NamedTuple):
     """int32, with bos and eos."""
 
 
-class _Part(NamedTuple):
-    """The examples of ``dataset`` whose number leaves ``cut`` when divided by ``cuts``."""
-
-    dataset: Any
-    cuts: int
-    cut: int
-
-
 class _Text(NamedTuple):
     position: Position
     text: str
@@ -119,13 +111,13 @@ class RowReader:
         example = position["example"]
         without_text = 0
         while True:
-            part = self._part(number)
+            shard, cut = self._part(number)
             if state is not None:
-                part.dataset.load_state_dict(state)
+                shard.load_state_dict(state)
             found = False
-            for fields, next_state in self._examples(part.dataset):
+            for fields, next_state in self._examples(shard):
                 text = ""
-                if example % part.cuts == part.cut:
+                if example % self._cuts == cut:
                     text = text_of_row(fields, self.field, self.name)
                 if text:
                     found = True
@@ -181,8 +173,11 @@ class RowReader:
             return self._num_parts
         return self._num_parts // gcd(self._num_parts, self.rows)
 
-    def _part(self, number: int) -> _Part:
-        """Return the part that the row reads after ``number`` others."""
+    def _part(self, number: int) -> tuple[Any, int]:
+        """Return the part that the row reads after ``number`` others.
+
+        It is the examples of a shard whose number leaves the second value when divided by ``_cuts``.
+        """
         from datasets.distributed import split_dataset_by_node
 
         pass_, part = divmod(self.row + number * self.rows, self._num_parts)
@@ -191,9 +186,7 @@ class RowReader:
         shards = self.dataset.n_shards
         cut, shard = divmod(part, shards)
         # With as many ranks as there are shards, the split of a rank is one shard.
-        return _Part(
-            split_dataset_by_node(self.dataset, rank=shard, world_size=shards), self._cuts, cut
-        )
+        return split_dataset_by_node(self.dataset, rank=shard, world_size=shards), cut
 
     def _examples(self, dataset: Any) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield each example, and the state of ``dataset`` after it."""

@@ -53,10 +53,13 @@ def open_token_files(reading: Reading) -> Tokens:
     field, patterns = data.files_of(split)
     is_separate = field == "validation_paths"
     files, format = find_token_files(patterns, field, data.format)
-    _refuse_dtype_of_other_formats(data, format, files[0])
+    typed = [each for each, reader in token_formats().items() if reader.needs_dtype]
+    if data.dtype is not None and format not in typed:
+        rule = f"is read only from {' and '.join(typed)} files, and {files[0]} is {format}"
+        raise ConfigError("data.dtype", data.dtype, rule, "leave it out")
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
     limit = _limit(tokenizer, reading.model_vocab_size)
-    foreign: TokenFormat | None = None
+    usual = "eos"
     if format == "corpus":
         splits = {"train", "validation"} if is_separate else {split}
         parts, holds_out = _open_corpora(files, tokenizer, splits, check=is_builder)
@@ -65,9 +68,9 @@ def open_token_files(reading: Reading) -> Tokens:
             raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
         is_separate |= holds_out
     else:
-        foreign = TOKEN_FORMATS[format]
+        foreign: TokenFormat = TOKEN_FORMATS[format]
+        usual = foreign.boundary
         parts = [foreign.open(file, data, limit.vocab_size) for file in files]
-    has_index = all(part.num_documents is not None for part in parts)
     if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
         raise ConfigError(
@@ -81,11 +84,10 @@ def open_token_files(reading: Reading) -> Tokens:
         step = max(1, len(tokens.begins) // _SCANNED_FILES)
         for begin in tokens.begins[::step].tolist():
             tokens.read(begin, begin + _SCANNED_TOKENS)
+    has_index = all(part.num_documents is not None for part in parts)
     if has_index and data.boundaries == "auto":
         return tokens
-    return _with_boundaries(
-        tokens, data, tokenizer, foreign.boundary if foreign else "eos", warn=is_builder
-    )
+    return _with_boundaries(tokens, data, tokenizer, usual, warn=is_builder)
 
 
 def holds_out(data: DataConfig) -> bool:
@@ -96,13 +98,6 @@ def holds_out(data: DataConfig) -> bool:
     return format == "corpus" and any(
         read_manifest(file).counts.tokens["validation"] for file in files
     )
-
-
-def _refuse_dtype_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
-    formats = [name for name, other in token_formats().items() if other.needs_dtype]
-    if data.dtype is not None and format not in formats:
-        rule = f"is read only from {' and '.join(formats)} files, and {file} is {format}"
-        raise ConfigError("data.dtype", data.dtype, rule, "leave it out")
 
 
 def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[list[Path], str]:
@@ -137,33 +132,31 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
 
 
 def _files_of(path: Path, format: str) -> list[Path]:
-    if path.is_dir():
-        return _in_folder(path, format)
-    for ending, owner in companions().items():
-        if path.name.endswith(ending):
-            return [] if owner is None else [path.with_name(path.name.removesuffix(ending) + owner)]
-    return [path]
-
-
-def _in_folder(folder: Path, format: str) -> list[Path]:
+    """The files of tokens that a path means: itself, its owner, or those in a folder."""
+    if not path.is_dir():
+        for ending, owner in companions().items():
+            if path.name.endswith(ending):
+                stem = path.name.removesuffix(ending)
+                return [] if owner is None else [path.with_name(stem + owner)]
+        return [path]
     if format in ("auto", "corpus"):
-        corpora = _corpora_in(folder)
+        corpora = _corpora_in(path)
         if corpora or format == "corpus":
-            return corpora or [folder]  # whose missing manifest is reported
+            return corpora or [path]  # whose missing manifest is reported
     readers = [*token_formats().values()] if format == "auto" else [TOKEN_FORMATS[format]]
     endings: tuple[str, ...] = ()
     for reader in readers:
         endings += reader.endings
     files = sorted(
-        file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file()
+        file for file in path.rglob("[!.]*") if file.name.endswith(endings) and file.is_file()
     )
     held_out = [
-        file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(folder)).lower())
+        file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(path)).lower())
     ]
     if held_out and len(held_out) < len(files):
         other = next(file for file in files if file not in held_out)
         raise DataError(
-            f"{folder} has files of several splits, such as {other.name} and {held_out[0].name}; "
+            f"{path} has files of several splits, such as {other.name} and {held_out[0].name}; "
             "would work: globs of one split in data.paths, and of the other in data.validation_paths"
         )
     return files

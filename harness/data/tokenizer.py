@@ -75,9 +75,8 @@ class Tokenizer(Protocol):
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text in which special tokens have their own ids, as in transformers."""
-        parts = split_special(text, self.special_ids)
         ids: list[int] = []
-        for part, own in parts:
+        for part, own in split_special(text, self.special_ids):
             if own is None:
                 ids += self.encode(part)
             else:
@@ -293,18 +292,17 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         content = read_tokenizer(config.file)
-        file = config.file
+        self.file = config.file
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocab_size: int = self._model.vocab_size()
         except (RuntimeError, OSError) as error:
-            raise DataError(f"tokenizer file {file} is not a sentencepiece model") from error
+            raise DataError(f"tokenizer file {self.file} is not a sentencepiece model") from error
         self.bos_id = _none_if_negative(self._model.bos_id())
         self.eos_id = _none_if_negative(self._model.eos_id())
         self.unknown_id = _none_if_negative(self._model.unk_id())
         control = [id for id in range(self.vocab_size) if self._model.is_control(id)]
         self.special_ids = {self._model.id_to_piece(id): id for id in control}
-        self.file = file
         self.fingerprint = fingerprint_of("sentencepiece", content)
         self._space_mark_ids = self._spell_space_mark()
 
@@ -364,20 +362,18 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         content = read_tokenizer(config.file)
-        file = config.file
-        special = config.special
-        special_set = SETS[special]
-        ranks = parse_ranks(content, file)
-        special_ids = {token: len(ranks) + i for i, token in enumerate(special_set.tokens)}
-        self.special_ids = special_ids
-        self.file = file
+        self.file = config.file
+        special = SETS[config.special]
+        ranks = parse_ranks(content, config.file)
+        ids = {token: len(ranks) + i for i, token in enumerate(special.tokens)}
+        self.special_ids = ids
         self._encoding = tiktoken.Encoding(
-            special, pat_str=special_set.pattern, mergeable_ranks=ranks, special_tokens=special_ids
+            config.special, pat_str=special.pattern, mergeable_ranks=ranks, special_tokens=ids
         )
-        self.vocab_size = len(ranks) + len(special_ids)
-        self.bos_id = special_ids[special_set.bos]
-        self.eos_id = special_ids[special_set.eos]
-        self.fingerprint = fingerprint_of(f"tiktoken/{special}", content)
+        self.vocab_size = len(ranks) + len(ids)
+        self.bos_id = ids[special.bos]
+        self.eos_id = ids[special.eos]
+        self.fingerprint = fingerprint_of(f"tiktoken/{config.special}", content)
 
     @classmethod
     def count_ids(cls, config: TokenizerConfig) -> int:

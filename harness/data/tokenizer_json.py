@@ -191,6 +191,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return [token for _, token in added if token.special]
 
 
+def repository_of(file: Path) -> Path:
+    """The folder with transformers' files; Meta's repositories have tokenizer.model in ``original/``."""
+    return file.parent.parent if file.parent.name == "original" else file.parent
+
+
 def read_transformers_settings(file: Path) -> dict[str, Any]:
     """Merge transformers' files in the same folder as transformers does: special_tokens_map.json,
     which older versions wrote, takes precedence unless tokenizer_config.json has the added tokens.

@@ -11,7 +11,6 @@ line belongs to the span in which it begins.
 """
 
 import hashlib
-import json
 import os
 import sys
 import time
@@ -31,6 +30,7 @@ from harness.config.data import TokenizerConfig
 from harness.data.documents import Source, Span
 from harness.data.tokenizer import Tokenizer, build_tokenizer, with_bos_eos
 from harness.data.workers import Workers
+from harness.util.encoding import json_digest
 from harness.util.errors import DataError
 from harness.util.files import sync_file, write_atomically
 from harness.util.processes import cpus
@@ -82,8 +82,8 @@ def units_of(source: Source, tokenizer: Tokenizer, unit_bytes: int) -> list[Unit
     units = []
     common = [*source.reading, tokenizer.fingerprint]
     for number, spans in enumerate(groups):
-        content = json.dumps([*common, source.contents(spans)])
-        units.append(Unit(number, hashlib.sha256(content.encode()).hexdigest()[:24], tuple(spans)))
+        key = json_digest([*common, source.contents(spans)])[:24]
+        units.append(Unit(number, key, tuple(spans)))
     return units
 
 
@@ -171,7 +171,7 @@ def write_unit(
                     starts.append(num_tokens)
                     numbers.append(number)
                     for ids in pieces:
-                        file.write(_packed(ids, dtype))
+                        file.write(array(dtype.char, ids).tobytes())
                         num_tokens += len(ids)
                 advance(sum(len(text) for _, text in batch))
             sync_file(file)
@@ -196,8 +196,9 @@ def _encoded(batch: Batch, tokenizer: Tokenizer) -> Iterator[tuple[int, Iterable
     """Yield for each document of a batch its number and its ids with bos and eos, in pieces."""
     if len(batch) == 1:
         number, text = batch[0]
-        ends = ([] if end is None else [[end]] for end in (tokenizer.bos_id, tokenizer.eos_id))
-        before, after = ends
+        before, after = (
+            [] if end is None else [[end]] for end in (tokenizer.bos_id, tokenizer.eos_id)
+        )
         yield number, chain(before, tokenizer.encode_in_pieces(text), after)
         return
     encoded = tokenizer.encode_batch([text for _, text in batch])
@@ -222,10 +223,6 @@ def _batches(documents: Iterable[tuple[int, str]]) -> Iterator[Batch]:
             num_chars += len(text)
     if batch:
         yield batch
-
-
-def _packed(ids: Sequence[int], dtype: np.dtype) -> bytes:
-    return array("H" if dtype.itemsize == 2 else "I", ids).tobytes()
 
 
 def bytes_of(units: Iterable[Unit]) -> int:

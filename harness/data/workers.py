@@ -3,7 +3,6 @@
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -12,12 +11,6 @@ from harness.util.processes import Worker, WorkerDied
 
 Work = Callable[[Any, Callable[[int], None]], None]
 """Works on a unit, and calls the function with the progress since the last call."""
-
-
-@dataclass
-class _Busy:
-    worker: Worker
-    unit: Any
 
 
 class Workers:
@@ -33,7 +26,7 @@ class Workers:
         self._prepare = prepare
         self._does = does
         self._works = works
-        self._busy: dict[Connection, _Busy] = {}
+        self._busy: dict[Connection, tuple[Worker, Any]] = {}  # with the unit of each
         self._failed: tuple[int, BaseException] | None = None
 
     def run(self, units: Sequence[Any], count: int, advance: Callable[[Any, int], None]) -> None:
@@ -56,7 +49,7 @@ class Workers:
                 for connection in wait(list(self._busy)):
                     assert isinstance(connection, Connection)
                     if connection in self._busy:  # else another one's failure has ended it
-                        self._answer(self._busy[connection], waiting, advance)
+                        self._answer(*self._busy[connection], waiting, advance)
         finally:
             for worker in workers:
                 worker.end()
@@ -64,7 +57,7 @@ class Workers:
             raise self._failed[1]
 
     def _give(self, worker: Worker, unit: Any) -> None:
-        self._busy[worker.connection] = _Busy(worker, unit)
+        self._busy[worker.connection] = (worker, unit)
         worker.send(unit)
 
     def _end(self, worker: Worker) -> None:
@@ -72,32 +65,29 @@ class Workers:
         del self._busy[worker.connection]
 
     def _answer(
-        self, busy: _Busy, waiting: deque[Any], advance: Callable[[Any, int], None]
+        self, worker: Worker, unit: Any, waiting: deque[Any], advance: Callable[[Any, int], None]
     ) -> None:
         try:
-            answer = busy.worker.receive()
+            answer = worker.receive()
         except WorkerDied as death:
             answer = MachineError(
-                f"a process that {self._does} {busy.unit} {death}; finished units are kept; would work: "
+                f"a process that {self._does} {unit} {death}; finished units are kept; would work: "
                 f"the same command, or {self._works} if memory is short"
             )
         if isinstance(answer, int):
-            advance(busy.unit, answer)
+            advance(unit, answer)
         elif isinstance(answer, BaseException):
-            self._fail(busy.unit.number, answer, waiting)
+            # The error of the first unit is raised, so the processes of later units end.
+            waiting.clear()
+            if self._failed is None or unit.number < self._failed[0]:
+                self._failed = unit.number, answer
+            for other, others_unit in list(self._busy.values()):
+                if others_unit.number >= self._failed[0]:
+                    self._end(other)
         elif waiting:
-            self._give(busy.worker, waiting.popleft())
+            self._give(worker, waiting.popleft())
         else:
-            self._end(busy.worker)
-
-    def _fail(self, number: int, error: BaseException, waiting: deque[Any]) -> None:
-        """Remember the error of the first unit, and end the processes of later units."""
-        waiting.clear()
-        if self._failed is None or number < self._failed[0]:
-            self._failed = number, error
-        for busy in list(self._busy.values()):
-            if busy.unit.number >= self._failed[0]:
-                self._end(busy.worker)
+            self._end(worker)
 
 
 def _work(connection: Connection, prepare: Callable[[int], Work], index: int, does: str) -> None:

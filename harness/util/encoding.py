@@ -5,6 +5,7 @@ written as the strings "nan", "inf" and "-inf", and read back as floats: a diver
 neither become null nor make the file unreadable.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -111,6 +112,11 @@ def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _decode(item) for key, item in value.items()}
     return [_decode(item) for item in value] if isinstance(value, list) else value
+
+
+def json_digest(content: Any) -> str:
+    """SHA-256 of a value as JSON, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def flatten(nested: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ The files do not depend on the number of processes and shards. They are describe
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_ma
 from harness.data.workers import Workers
 from harness.metrics.console import progress
 from harness.train.setup import pick_device
+from harness.util.encoding import json_digest
 from harness.util.files import write_atomically
 from harness.util.processes import cpus
 from harness.util.store import file_digest
@@ -105,8 +105,7 @@ class LatentWriter(ShardWriter):
     def key(self) -> str:
         pictures = [samples.identity for samples in self._samples.values()]
         seed = self._job.training.seed
-        content = [FORMAT_VERSION, pictures, self._fingerprint, seed, self.plan]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest([FORMAT_VERSION, pictures, self._fingerprint, seed, self.plan])
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import zlib
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from harness.config.data import DataConfig
 from harness.contrib.flux.pictures.config import PATCHES, WORDS, PictureOptions, folders
 from harness.data.documents import describe
 from harness.data.samples import random_stream
+from harness.util.encoding import json_digest
 from harness.util.errors import ConfigError
 
 # Latents are shifted and scaled for the model: `(latent - shift) * scale`, with the autoencoder's
@@ -62,7 +61,7 @@ def fingerprint_of(data: DataConfig) -> str:
         for file in sorted(folder.iterdir()):
             if file.suffix in (".safetensors", ".bin"):
                 content.append([file.name, file.stat().st_size])
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return json_digest(content)[:16]
 
 
 @functools.lru_cache(maxsize=1)  # training, validation and its sheet share them

@@ -3,7 +3,6 @@
 Sample number g is a function of (data, seed, g), as for tokens (``harness/data/samples.py``).
 """
 
-import hashlib
 import io
 import json
 import os
@@ -29,7 +28,7 @@ from harness.data.documents import (
 )
 from harness.data.samples import EpochOrder, random_stream
 from harness.data.tokenizing import is_held_out
-from harness.util.encoding import parse_object
+from harness.util.encoding import json_digest, parse_object
 from harness.util.errors import DataError
 from harness.util.files import write_atomically
 from harness.util.store import Damaged, check_files, describe_files, only_builder
@@ -260,13 +259,18 @@ class _Tars:
         self.name = name
         self._files = files
         self._field = pictures_of(data).caption_field
-        stats = [_FORMAT_VERSION, file_stats(files)]
-        self.identity = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:24]
+        self.identity = json_digest([_FORMAT_VERSION, file_stats(files)])[:24]
         folder = Path(data.cache_dir).expanduser() / "pictures" / self.identity
         if is_builder:
             with only_builder(folder, (folder / META).exists) as building:
                 if building is not None:
-                    _write_table(folder, files)
+                    with ThreadPoolExecutor(_THREADS) as threads:
+                        rows = list(threads.map(_rows, range(len(files)), files))
+                    content = io.BytesIO()
+                    np.save(content, np.concatenate(rows))
+                    write_atomically(folder / TABLE, content.getvalue())
+                    meta = json.dumps(describe_files(folder, [TABLE]))
+                    write_atomically(folder / META, meta.encode())
         wait_for_all()
         try:
             check_files(folder, parse_object((folder / META).read_bytes()))
@@ -294,15 +298,6 @@ class _Tars:
         picture, text, plain = found
         where = f"{path}, byte {places[0]}"
         return picture or b"", _caption_beside(text, plain, self._field, where), where
-
-
-def _write_table(folder: Path, files: Sequence[Path]) -> None:
-    with ThreadPoolExecutor(_THREADS) as threads:
-        rows = list(threads.map(_rows, range(len(files)), files))
-    content = io.BytesIO()
-    np.save(content, np.concatenate(rows))
-    write_atomically(folder / TABLE, content.getvalue())
-    write_atomically(folder / META, json.dumps(describe_files(folder, [TABLE])).encode())
 
 
 def _rows(number: int, file: Path) -> np.ndarray:
