@@ -280,37 +280,30 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     for name, value in family.requires.items():
         model = _set(model, name, value, name)
     for _ in range(_ROUNDS):
-        model = _read_fields(family, found, model)
+        for field, content in _pairs(family, model, found):
+            if field.ours is None:
+                continue
+            value = field.found(content)
+            if field.to_ours is not None:
+                try:
+                    value = field.to_ours(value, content)
+                except NOT_SAID:
+                    rule = f"which no value of model.{field.ours} matches"
+                    raise UserError(f"it has {field.theirs} {value!r}, {rule}") from None
+            # Null is a value of nullable fields; else a config.json without a value leaves the
+            # field as it is.
+            if value is not None or (field.nullable and field.to_ours is None):
+                model = _set(model, field.ours, value, field.theirs)
+            elif field.to_ours is None:
+                follows = ", and fields of its default are missing or invalid"
+                raise UserError(
+                    f"it has no {field.theirs}{follows if callable(field.default) else ''}"
+                )
     for theirs, ours in family.trained.items():
         if isinstance(found.get(theirs), int | float):
             model = _set(model, ours, found[theirs], theirs)
     for name, value in (family.assumed(model) if family.assumed else {}).items():
         model = _set(model, name, value, name)
-    return model
-
-
-def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    for field, content in _pairs(family, model, found):
-        if field.ours is None:
-            continue
-        value = field.found(content)
-        if field.to_ours is not None:
-            try:
-                value = field.to_ours(value, content)
-            except NOT_SAID:
-                has = f"it has {field.theirs} {value!r}"
-                raise UserError(f"{has}, which no value of model.{field.ours} matches") from None
-        # Null is a value of nullable fields; else a config.json without a value leaves the field as
-        # it is.
-        if value is not None or (field.nullable and field.to_ours is None):
-            model = _set(model, field.ours, value, field.theirs)
-        elif field.to_ours is None:
-            follows = (
-                ", and fields of its default are missing or invalid"
-                if callable(field.default)
-                else ""
-            )
-            raise UserError(f"it has no {field.theirs}{follows}")
     return model
 
 

@@ -29,7 +29,7 @@ from harness.data.tokenizer import (
     parse_ranks,
     read_tokenizer,
 )
-from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer
+from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer, repository_of
 from harness.util.errors import DataError
 
 # Sentencepiece's piece types (sentencepiece_model.proto).
@@ -108,10 +108,7 @@ def _published(config: TokenizerConfig, ours: Tokenizer) -> TokenizerConfig | No
     """The tokenizer.json that came with the tokenizer's file, if it gives the same ids."""
     if config.kind != "tiktoken":
         return config if config.kind == "huggingface" else None
-    folder = config.file.parent
-    file = (
-        folder.parent if folder.name == "original" else folder
-    ) / TOKENIZER  # original/ is Meta's
+    file = repository_of(config.file) / TOKENIZER
     if not file.is_file():
         return None
     special = SETS[config.special]
@@ -204,7 +201,16 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
         byte_fallback=proto.trainer_spec.byte_fallback,
     )
     tokenizer = FastTokenizer(bpe)
-    _set_spaces(tokenizer, space, prefix)
+    to_marks: list[Any] = [normalizers.Prepend(space)] if prefix else []
+    to_text: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
+    if space != " ":
+        to_marks.append(normalizers.Replace(" ", space))
+        to_text.insert(0, decoders.Replace(space, " "))
+    if prefix:
+        to_text.append(decoders.Strip(" ", 1, 0))
+    if to_marks:
+        tokenizer.normalizer = normalizers.Sequence(to_marks)
+    tokenizer.decoder = decoders.Sequence(to_text)
     added = {
         p: kind == _CONTROL
         for p, kind in zip(pieces, kinds, strict=True)
@@ -221,19 +227,6 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
             )
     bos, eos = (None if i is None else pieces[i] for i in (ours.bos_id, ours.eos_id))
     return _Export(tokenizer, bos, eos, unk, has_dummy_prefix=prefix)
-
-
-def _set_spaces(tokenizer: FastTokenizer, space: str, dummy_prefix: bool) -> None:
-    to_marks: list[Any] = [normalizers.Prepend(space)] if dummy_prefix else []
-    to_text: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
-    if space != " ":
-        to_marks.append(normalizers.Replace(" ", space))
-        to_text.insert(0, decoders.Replace(space, " "))
-    if dummy_prefix:
-        to_text.append(decoders.Strip(" ", 1, 0))
-    if to_marks:
-        tokenizer.normalizer = normalizers.Sequence(to_marks)
-    tokenizer.decoder = decoders.Sequence(to_text)
 
 
 def _add_tokens(tokenizer: FastTokenizer, special_of: Mapping[str, bool]) -> None:

@@ -77,12 +77,11 @@ class TensorMapping:
         return shape if self.slot.half is None else (*shape[:-1], 2 * shape[-1])
 
 
-def per_expert(prefix: str) -> Names:
-    """Names of experts with one tensor per projection and expert."""
-    return {
-        f"moe.experts.{ours}": TensorSlot(f"{prefix}.{{expert}}.{theirs}.weight")
-        for ours, theirs in PROJECTIONS.items()
-    }
+PER_EXPERT: Names = {
+    f"moe.experts.{ours}": TensorSlot(f"mlp.experts.{{expert}}.{theirs}.weight")
+    for ours, theirs in PROJECTIONS.items()
+}
+"""Names of experts with one tensor per projection and expert."""
 
 
 NOT_SAID = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -324,6 +323,12 @@ def layer_types(
     ]
     ours = "attention.global_every_nth_layer"
     return ConfigField("layer_types", types, ours, default=default, to_ours=to_ours)
+
+
+def window_field(model: ModelConfig, default: int | None) -> ConfigField:
+    """The field of the window within which layers attend."""
+    window = model.attention.window
+    return ConfigField("sliding_window", window, "attention.window", default, nullable=True)
 
 
 def head_width(found: Mapping[str, Any]) -> int:

@@ -9,12 +9,12 @@ from harness.util.errors import ConfigError
 from harness.weights.families.core import (
     DENSE,
     NORMS,
+    PER_EXPERT,
     ConfigField,
     Family,
     TensorSlot,
     common,
     dividing_heads,
-    per_expert,
     projections,
     same_fields,
     undetermined,
@@ -35,7 +35,7 @@ _NAMES = (
         "moe.router": "mlp.gate",
     }
     | projections("moe.shared_experts", "mlp.shared_experts")
-    | per_expert("mlp.experts")
+    | PER_EXPERT
 )
 
 

@@ -17,6 +17,7 @@ from harness.weights.families.core import (
     layer_types,
     layers_in,
     same_fields,
+    window_field,
 )
 
 # As in harness.model.feed_forward.
@@ -35,13 +36,12 @@ _EXPERTS = {
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
     moe = model.moe
-    window = model.attention.window
     return [
         *common(model, head_dim=64),
         *same_fields(model, {"intermediate_size": "moe.hidden_dim"}),
         ConfigField("num_local_experts", moe.num_experts, "moe.num_experts", alias="num_experts"),
         ConfigField("num_experts_per_tok", moe.top_k, "moe.top_k", alias="experts_per_token"),
-        ConfigField("sliding_window", window, "attention.window", default=128, nullable=True),
+        window_field(model, 128),
         layer_types(model, "sliding_attention", "sliding_window", _alternating),
         ConfigField("attention_bias", True, default=True),
         ConfigField("swiglu_alpha", _ALPHA, default=_ALPHA),

@@ -11,6 +11,7 @@ from harness.weights.families.core import (
     ATTENTION,
     DENSE,
     NORMS,
+    PER_EXPERT,
     ConfigField,
     Family,
     TensorSlot,
@@ -19,8 +20,8 @@ from harness.weights.families.core import (
     common,
     dividing_heads,
     head_width,
-    per_expert,
     same_fields,
+    window_field,
 )
 
 _TRAINED = {"router_aux_loss_coef": "moe.aux_loss_coeff"}  # of mixtures
@@ -64,17 +65,15 @@ _EXPERT = "block_sparse_moe.experts.{expert}"
 
 
 def _mistral(model: ModelConfig) -> list[ConfigField]:
-    window = model.attention.window
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
         *same_fields(model, _WIDTH),
-        ConfigField("sliding_window", window, "attention.window", default=4096, nullable=True),
+        window_field(model, 4096),
     ]
 
 
 def _mixtral(model: ModelConfig) -> list[ConfigField]:
     experts = model.moe.num_experts
-    window = model.attention.window
     names = {"intermediate_size": "moe.hidden_dim", "num_experts_per_tok": "moe.top_k"}
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
@@ -82,7 +81,7 @@ def _mixtral(model: ModelConfig) -> list[ConfigField]:
         ConfigField(
             "num_local_experts", experts, "moe.num_experts", default=8, alias="num_experts"
         ),
-        ConfigField("sliding_window", window, "attention.window", default=None, nullable=True),
+        window_field(model, None),
     ]
 
 
@@ -190,7 +189,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     harmless=_WINDOWS,
-    names=_QWEN3_NAMES | {"moe.router": "mlp.gate"} | per_expert("mlp.experts"),
+    names=_QWEN3_NAMES | {"moe.router": "mlp.gate"} | PER_EXPERT,
     config_fields=_qwen3_moe,
     requires={"attention.qk_norm": "learned"},
     refuse=both_biases,
