@@ -38,17 +38,6 @@ def encode_manifest(manifest: dict[str, Any]) -> bytes:
     return json.dumps({**body, "checksum": _checksum(body)}, indent=1).encode() + b"\n"
 
 
-def decode_manifest(content: bytes) -> dict[str, Any]:
-    """Decode a manifest, whose checksum says that it is what was written."""
-    manifest = parse_object(content)
-    if manifest.pop("checksum", None) != _checksum(manifest):
-        raise ValueError("it does not have the checksum it was written with")
-    version = manifest.get("format")
-    if version != FORMAT:
-        raise DamagedCheckpoint(f"{MANIFEST} has format {version}, and this version reads {FORMAT}")
-    return manifest
-
-
 def _checksum(body: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
@@ -272,9 +261,15 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{MANIFEST} is not a file") from None
         raise UserError(f"{root}/{MANIFEST}: cannot be read: {error}") from error
     try:
-        return decode_manifest(content)
+        manifest = parse_object(content)
+        if manifest.pop("checksum", None) != _checksum(manifest):
+            raise ValueError("it does not have the checksum it was written with")
     except ValueError as error:
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
+    version = manifest.get("format")
+    if version != FORMAT:
+        raise DamagedCheckpoint(f"{MANIFEST} has format {version}, and this version reads {FORMAT}")
+    return manifest
 
 
 def _name(path: str) -> str:

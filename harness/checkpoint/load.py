@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.checkpoint.catalog import Checkpoint, DamagedCheckpoint, reading
 from harness.checkpoint.optimizer_state import (
@@ -65,13 +66,14 @@ class CheckpointLoader(CheckpointedRun):
             return Resumed(checkpoint.path, state, tuple(messages))
         if damaged:
             raise no_usable_error(self.folder.path, damaged)
-        if start.initial is None:
-            self._move_later_aside(-1)
-            return Resumed(messages=tuple(messages))
-        state = self._load_initial(start.initial)
+        path: str | None = None
+        state: dict[str, Any] = {}
+        if start.initial is not None:
+            path = start.initial.path
+            state = self._load_initial(start.initial)
+            messages.append(f"initial values from {path}")
         self._move_later_aside(-1)
-        messages.append(f"initial values from {start.initial.path}")
-        return Resumed(start.initial.path, state, tuple(messages))
+        return Resumed(path, state, tuple(messages))
 
     def _move_later_aside(self, step: int) -> None:
         """Move checkpoints after ``step`` to ``superseded/``: the run's own must be the newest."""
@@ -91,16 +93,15 @@ class CheckpointLoader(CheckpointedRun):
         state = checkpoint.state
         if checkpoint.holds != "full":
             return state["train_state"]  # the run has completed
-        excluded = set(self.config.exclude_from_loading)
+        excluded = self.config.exclude_from_loading
         if written_by(self.job, checkpoint):
-            excluded = (
-                set()
-            )  # this command excluded them when it started, and has saved its own since
+            excluded = []  # this command excluded them when it started, and has saved its own since
         with opened(checkpoint, self.ranks) as reader:
-            sizes = _sizes(reader, RNG)
             wanted = model_state(self.engine)
             # A checkpoint from before the first update has no optimizer state.
-            saved = _dtypes(reader, OPTIMIZER)
+            saved = {
+                name: facts.properties.dtype for name, facts in _tensors(reader, OPTIMIZER).items()
+            }
             if "optimizer" in excluded or not saved:
                 clear_optimizer_state(self.engine)
                 saved = {}
@@ -108,7 +109,8 @@ class CheckpointLoader(CheckpointedRun):
                 allocate_optimizer_state(self.engine)
                 wanted |= tensors_to_load(self.engine, saved)
             key = rng_key(self.engine.mesh)
-            random = torch.empty(sizes.get(key, (0,)), dtype=torch.uint8)
+            facts = _tensors(reader, RNG).get(key)
+            random = torch.empty(facts.size if facts else (0,), dtype=torch.uint8)
             if "rng" not in excluded and random.numel():
                 wanted[key] = random
             dcp.load(dict(wanted), storage_reader=reader, process_group=self.ranks.group)
@@ -143,10 +145,10 @@ class CheckpointLoader(CheckpointedRun):
 
     def _require_parameters(self, checkpoint: Checkpoint) -> None:
         """Check names and shapes on rank 0; DCP's own check prints many lines per tensor."""
-        found = _sizes(Reader(checkpoint.path, checkpoint.manifest), "")
+        found = _tensors(Reader(checkpoint.path, checkpoint.manifest), "")
         for name, shape in tensor_shapes(self.job.model).items():
-            if found.get(name) != shape:
-                has = f"has shape {list(found[name])}" if name in found else "is missing"
+            if name not in found or found[name].size != shape:
+                has = f"has shape {list(found[name].size)}" if name in found else "is missing"
                 raise UserError(
                     f"checkpoint.initial_load_path={checkpoint.path}: {name} {has}, and the model's has "
                     f"shape {list(shape)}; would work: the model that it was saved with"
@@ -174,19 +176,12 @@ def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
         raise MachineError(f"{checkpoint.path}: cannot be read: {error}") from error
 
 
-def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:
+def _tensors(reader: Reader, prefix: str) -> dict[str, TensorStorageMetadata]:
+    """The facts of a checkpoint's tensors whose names begin with ``prefix``."""
     return {
-        name: tuple(facts.size)
+        name: facts
         for name, facts in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(prefixes) and hasattr(facts, "size")
-    }
-
-
-def _dtypes(reader: Reader, prefix: str) -> dict[str, torch.dtype]:
-    return {
-        name: facts.properties.dtype
-        for name, facts in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(prefix) and hasattr(facts, "properties")
+        if name.startswith(prefix) and isinstance(facts, TensorStorageMetadata)
     }
 
 

@@ -16,8 +16,8 @@ from harness.checkpoint.catalog import (
     is_url,
     open_checkpoint,
 )
-from harness.config.fields import EXECUTION, NUMERICS, REMOVED, leaves
-from harness.config.job import Job
+from harness.config.fields import EXECUTION, REMOVED
+from harness.config.job import Job, numerics_of
 from harness.run.folder import RunFolder, run_folders
 from harness.util.encoding import flat_items, read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError, as_typed
@@ -89,18 +89,25 @@ def find_start(job: Job, run_dir: Path) -> Start:
         warnings[-1] += f"; using {candidates[0].path}"
     if candidates:
         refuse_other_numerics(job, candidates[0])
-        _refuse_starting_over(job, candidates[0])
+        excludes = "train_state" in config.exclude_from_loading
+        if excludes and not written_by(job, candidates[0]):
+            raise ConfigError(
+                "checkpoint.exclude_from_loading",
+                "train_state",
+                "the run would begin at step 0 in a folder of later checkpoints",
+                f"another name, with checkpoint.initial_load_path={candidates[0].path} "
+                "checkpoint.initial_load_model_only=false",
+            )
         # In a shared folder, another job may have written the older ones.
         fallbacks = [each for each in candidates[1:] if not differing(job, each)]
         return Start([candidates[0], *fallbacks], warnings=warnings)
-    damaged = {
-        path: reason
+    damaged = [
+        f"{path.rsplit('/', 1)[-1]}: {reason}"
         for path, reason in wrong.items()
         if not isinstance(reason, UnfinishedCheckpoint)
-    }
+    ]
     if damaged and config.resume:
-        reasons = [f"{path.rsplit('/', 1)[-1]}: {reason}" for path, reason in damaged.items()]
-        raise no_usable_error(folder_of(job, run_dir), reasons)
+        raise no_usable_error(folder_of(job, run_dir), damaged)
     if config.initial_load_path is not None:
         return Start([], _initial(job, config.initial_load_path), warnings)
     return Start(warnings=[*warnings, *_notes_on_similar_runs(job, run_dir)])
@@ -113,18 +120,6 @@ def written_by(job: Job, checkpoint: Checkpoint) -> bool:
         manifest.get("job_id") == job.id
         and manifest["options"] == job.checkpoint.options_of_loading()
     )
-
-
-def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
-    """Refuse to exclude train_state when resuming: the run would restart at step 0 in the same folder."""
-    if "train_state" in job.checkpoint.exclude_from_loading and not written_by(job, checkpoint):
-        raise ConfigError(
-            "checkpoint.exclude_from_loading",
-            "train_state",
-            "the run would begin at step 0 in a folder of later checkpoints",
-            f"another name, with checkpoint.initial_load_path={checkpoint.path} "
-            "checkpoint.initial_load_model_only=false",
-        )
 
 
 def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
@@ -147,7 +142,7 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     if (not names and steps == job.steps) or not (is_extended or was_stopped):
         return []
     how = "stopped" if was_stopped else "ended"
-    what = _describe(job, newest) or f"training.steps={steps} there and {job.steps} here"
+    what = _describe(job, newest, names) or f"training.steps={steps} there and {job.steps} here"
     allowed = f" checkpoint.allow_changed=[{','.join(names)}]" if names else ""
     load = f"checkpoint.initial_load_path={path} checkpoint.initial_load_model_only=false"
     return [
@@ -206,10 +201,11 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
             raise ConfigError("checkpoint.allow_changed", name, "no numerics field has this name")
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
     if names:
+        changed = _describe(job, checkpoint, names)
         raise ConfigError(
             "checkpoint.allow_changed",
             f"[{','.join(allowed)}]",
-            f"{checkpoint.path} was written by a job with other numerics: {_describe(job, checkpoint, only)}",
+            f"{checkpoint.path} was written by a job with other numerics: {changed}",
             f"those values, or checkpoint.allow_changed=[{','.join([*allowed, *names])}]",
         )
 
@@ -241,10 +237,9 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
     return differing
 
 
-def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
+def _describe(job: Job, checkpoint: Checkpoint, names: list[str]) -> str:
     saved = _saved(checkpoint)
     own = _numerics(job)
-    names = [name for name in differing(job, checkpoint) if name.startswith(only)]
     return ", ".join(
         f"{name}={_shown(name, saved)} there and {_shown(name, own)} here" for name in names
     )
@@ -255,7 +250,7 @@ def _shown(name: str, values: dict[str, Any]) -> str:
 
 
 def _numerics(job: Job) -> dict[str, Any]:
-    return dict(flat_items({name: value for name, role, value in leaves(job) if role == NUMERICS}))
+    return dict(flat_items(numerics_of(job)))
 
 
 def _covers(field: str, name: str) -> bool:
@@ -316,7 +311,14 @@ def _initial(job: Job, path: str) -> Checkpoint:
         if newest is not None:
             break
     else:
-        newest = _single(path)
+        if is_foreign(path):
+            rule = "was written by other software, and the meaning of its tensors is unknown"
+            raise ConfigError(name, path, rule, "the output of harness convert")
+        try:
+            newest = open_checkpoint(path)
+        except DamagedCheckpoint as error:
+            works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
+            raise ConfigError(name, path, f"not a checkpoint: {error}", works) from None
     if newest.holds == "hf":
         raise ConfigError(
             name,
@@ -332,15 +334,3 @@ def _initial(job: Job, path: str) -> Checkpoint:
     else:
         refuse_other_numerics(job, newest)
     return newest
-
-
-def _single(path: str) -> Checkpoint:
-    name = "checkpoint.initial_load_path"
-    if is_foreign(path):
-        rule = "was written by other software, and the meaning of its tensors is unknown"
-        raise ConfigError(name, path, rule, "the output of harness convert")
-    try:
-        return open_checkpoint(path)
-    except DamagedCheckpoint as error:
-        works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
-        raise ConfigError(name, path, f"not a checkpoint: {error}", works) from None

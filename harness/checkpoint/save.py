@@ -152,7 +152,7 @@ class Saver(CheckpointedRun):
         saving.reported = True
         error = saving.written.exception()
         if error is None:
-            self._report_written(saving.step)
+            self._report_written(saving.step, "in the background")
         else:
             self.say(f"WARNING {_failure(saving.step, error, self.ranks.rank)}")
             self.asks_to_stop = self._failed_in_a_row >= self.config.max_failed_saves
@@ -180,8 +180,7 @@ class Saver(CheckpointedRun):
         started = time.perf_counter()
         self._dcp_save(self.folder.path_of(step), state, manifest)
         self._record_success(step)
-        self.say(f"saved {self.folder.path_of(step)} in {time.perf_counter() - started:.1f} s")
-        self._purge()
+        self._report_written(step, f"in {time.perf_counter() - started:.1f} s")
 
     def _start_background_save(self, step: int, manifest: dict[str, Any]) -> None:
         if self.engine.device.type == "cuda":
@@ -229,8 +228,7 @@ class Saver(CheckpointedRun):
                 except OSError as error:
                     self.say(f"WARNING {temporary} could not be removed: {error}")
         self._record_success(step)
-        self.say(f"saved {target} for transformers in {time.perf_counter() - started:.1f} s")
-        self._purge()
+        self._report_written(step, f"for transformers in {time.perf_counter() - started:.1f} s")
 
     def _dcp_save(self, path: str, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.ranks.group)
@@ -286,11 +284,20 @@ class Saver(CheckpointedRun):
             return
         self._record_success(saving.step)
         if not saving.reported:
-            self._report_written(saving.step)
+            self._report_written(saving.step, "in the background")
 
-    def _report_written(self, step: int) -> None:
-        self.say(f"saved {self.folder.path_of(step)} in the background")
-        self._purge()
+    def _report_written(self, step: int, how: str) -> None:
+        """Say that a checkpoint was written, and begin to remove an old one."""
+
+        def remove_old() -> None:
+            try:
+                self.folder.purge(self.config.keep_latest_k)
+            except Exception as error:  # the thread would swallow it; no reason to stop the run
+                self.say(f"WARNING an old checkpoint could not be removed: {error}")
+
+        self.say(f"saved {self.folder.path_of(step)} {how}")
+        if self.ranks.rank == 0:
+            self._purger.submit(remove_old)
 
     def _record_success(self, step: int) -> None:
         self.account.step = step
@@ -311,16 +318,6 @@ class Saver(CheckpointedRun):
             raise failure from error
         if not reported:
             self.say(f"WARNING {failure}")
-
-    def _purge(self) -> None:
-        def remove_old() -> None:
-            try:
-                self.folder.purge(self.config.keep_latest_k)
-            except Exception as error:  # the thread would swallow it; no reason to stop the run
-                self.say(f"WARNING an old checkpoint could not be removed: {error}")
-
-        if self.ranks.rank == 0:
-            self._purger.submit(remove_old)
 
 
 def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:

@@ -268,11 +268,8 @@ class Reader(FileSystemReader):
 
         Call it before ``dcp.load``, which from torch 2.13 on turns errors of this method into text.
         """
-        if self._metadata is None:
-            self._metadata = self._read_metadata()
-        return self._metadata
-
-    def _read_metadata(self) -> Metadata:
+        if self._metadata is not None:
+            return self._metadata
         try:
             with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
                 content = stream.read()
@@ -283,9 +280,9 @@ class Reader(FileSystemReader):
             and xxhash.xxh3_128_hexdigest(content) != self.manifest["files"][METADATA][CHECKSUM]
         ):
             raise DamagedCheckpoint(f"{METADATA} does not have the checksum it was written with")
-        metadata = parse_metadata(content)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        self._metadata = parse_metadata(content)
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the planned items, entry by entry in file order.

@@ -6,7 +6,7 @@ Every file is read once, sequentially, and several files in parallel. Imports no
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +81,13 @@ def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[ComparedCh
 
 def paths_in(folder: str) -> list[str]:
     """Paths of the checkpoints in a folder: of a run, of checkpoints, or one checkpoint itself."""
-    for each in _checkpoint_folders(folder):
+    folders = [f"{folder.rstrip('/')}/checkpoints", folder]
+    if not is_url(folder) and (Path(folder) / "job.json").is_file():
+        from harness.checkpoint.resume import folder_of
+        from harness.config.job import Job
+
+        folders.insert(0, folder_of(Job.read(Path(folder) / "job.json"), Path(folder)))
+    for each in folders:
         steps = CheckpointFolder(each).steps()
         if steps:
             return [CheckpointFolder(each).path_of(step) for step in steps]
@@ -96,16 +102,6 @@ def paths_in(folder: str) -> list[str]:
         raise UserError(f"{folder}: there is no checkpoint; would work: {works}") from None
     except DamagedCheckpoint:
         return [folder]
-
-
-def _checkpoint_folders(folder: str) -> Iterator[str]:
-    if not is_url(folder) and (Path(folder) / "job.json").is_file():
-        from harness.checkpoint.resume import folder_of
-        from harness.config.job import Job
-
-        yield folder_of(Job.read(Path(folder) / "job.json"), Path(folder))
-    yield f"{folder.rstrip('/')}/checkpoints"
-    yield folder
 
 
 def verify(path: str) -> ComparedCheckpoint:

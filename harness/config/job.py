@@ -236,14 +236,15 @@ class Job:
         return job
 
 
-def _numerics(job: Job) -> dict[str, Any]:
+def numerics_of(job: Job) -> dict[str, Any]:
+    """The numerics fields of a job, by name."""
     return {name: value for name, role, value in leaves(job) if role == NUMERICS}
 
 
 def differing_numerics(a: Job, b: Job) -> list[str]:
     """Return the names of the numeric fields in which two jobs differ."""
-    first = _numerics(a)
-    second = _numerics(b)
+    first = numerics_of(a)
+    second = numerics_of(b)
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
