@@ -11,7 +11,6 @@ from harness.config.parallelism import degrees_in_words
 from harness.contrib.flux.config import SamplingConfig
 from harness.util.errors import EXIT_OK
 from harness.util.words import plural
-from harness.weights.detect import WeightFolder
 
 ENCODERS = ("autoencoder", "patch", "text", "t5", "clip", "text_length", "width", "dtype")
 """The options of data that say how pictures and captions are encoded."""
@@ -35,7 +34,15 @@ class Pictures(Generator):
     def generate(self, request: Request) -> int | Result:
         prompts = [str(each) for each in request.prompts]
         found = request.found
-        job = with_encoders(request.job, request.overrides, found)
+        job: Any = request.job
+        # The encoders of training, where overrides do not set them.
+        data = (found.manifest.get("job") or {}).get("data") or {}
+        trained = data.get("options", {})
+        typed = {each.split("=")[0].lstrip("+~") for each in request.overrides}
+        for name in ENCODERS:
+            option = f"data.options.{name}"
+            if name in trained and "data" not in typed and option not in typed:
+                job = with_value(job, option, trained[name])
         output = Path(job.generate.options["output"])
         output.mkdir(parents=True, exist_ok=True)
         outcome = request.run(job, "harness.contrib.flux.sampling:generate", found, prompts)
@@ -53,15 +60,3 @@ class Pictures(Generator):
             "layout": degrees_in_words(job.parallelism.degrees),
         }
         return Result(about | outcome, text)
-
-
-def with_encoders(job: Any, overrides: list[str], found: WeightFolder) -> Any:
-    """Return the job with the encoders of training, where overrides do not set them."""
-    data = (found.manifest.get("job") or {}).get("data") or {}
-    trained = data.get("options", {})
-    typed = {each.split("=")[0].lstrip("+~") for each in overrides}
-    for name in ENCODERS:
-        option = f"data.options.{name}"
-        if name in trained and "data" not in typed and option not in typed:
-            job = with_value(job, option, trained[name])
-    return job

@@ -206,7 +206,20 @@ class Flux(ModelPart):
 
     def _table(self, device: torch.device) -> Tensor:
         """The rotation table [2, T, D] of this rank's positions; those of the caption are not rotated."""
-        table = rotation_table(self.config, self.seq_len, device)
+        # A position has three numbers, each of which rotates its own part of a head: 0, row and
+        # column; all are 0 in a caption.
+        text = self.flux.text_length
+        index = torch.arange(max(0, self.seq_len - text), device=device)
+        side = max(1, math.isqrt(len(index)))
+        positions = torch.zeros(self.seq_len, 3, dtype=torch.float64, device=device)
+        positions[text:, 1] = (index // side).double()
+        positions[text:, 2] = (index % side).double()
+        angles = []
+        for axis, width in enumerate(self.flux.axes_dims):
+            exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
+            angles.append(positions[:, axis, None] * self.config.rope.theta**-exponents)
+        joined = torch.cat(angles, dim=-1)
+        table = signed_table(torch.stack((joined.cos(), joined.sin())).float())
         return table if self._share is None else table[:, self._share.to(device)]
 
     def own_tokens(self, text_BLD: Tensor, *images_BIP: Tensor) -> list[Tensor]:
@@ -278,27 +291,6 @@ def sinusoids(values_B: Tensor, width: int) -> Tensor:
     exponents = torch.arange(half, dtype=torch.float32, device=values_B.device) / half
     angles = TIME_FACTOR * values_B.float()[:, None] * (-math.log(LONGEST_PERIOD) * exponents).exp()
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def rotation_table(config: ModelConfig, seq_len: int, device: torch.device) -> Tensor:
-    """The rotation table [2, L + I, D] for a caption and a square picture.
-
-    A position has three numbers, each of which rotates its own part of a head: 0, row and column;
-    all are 0 in a caption.
-    """
-    flux = flux_of(config)
-    text = flux.text_length
-    index = torch.arange(max(0, seq_len - text), device=device)
-    side = max(1, math.isqrt(len(index)))
-    positions = torch.zeros(seq_len, 3, dtype=torch.float64, device=device)
-    positions[text:, 1] = (index // side).double()
-    positions[text:, 2] = (index % side).double()
-    angles = []
-    for axis, width in enumerate(flux.axes_dims):
-        exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-        angles.append(positions[:, axis, None] * config.rope.theta**-exponents)
-    joined = torch.cat(angles, dim=-1)
-    return signed_table(torch.stack((joined.cos(), joined.sin())).float())
 
 
 def pack(latents_BCHW: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ and the rows of wq and wk are ordered for rotating interleaved pairs.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,13 @@ class LlamaSource:
         if (folder / PARAMS).exists():
             check_params(model, folder / PARAMS)
         shards = [_load(file) for file in self._files]
-        self._check_names(shards)
+        expected = parameter_shapes(model)
+        if HEAD in shards[0]:
+            expected |= {HEAD: _shape_of(HEAD, model)}
+        for file, shard in zip(self._files, shards, strict=True):
+            # Shapes are checked when the shards are merged.
+            found = {name: expected.get(name, ()) for name in shard}
+            check_tensors(str(file), model, found, expected)
         # On meta, to check shapes with the function that will merge the values.
         merged = {}
         for name in shards[0]:
@@ -84,17 +91,6 @@ class LlamaSource:
         merged = merge(name, shards, self._model)
         return merged.clone() if merged.data_ptr() == shards[0].data_ptr() else merged
 
-    def _check_names(self, shards: list[dict[str, Tensor]]) -> None:
-        model = self._model
-        expected = parameter_shapes(model) | (
-            {HEAD: _shape_of(HEAD, model)} if HEAD in shards[0] else {}
-        )
-        for file, shard in zip(self._files, shards, strict=True):
-            # Shapes are checked when the shards are merged.
-            check_tensors(
-                str(file), model, {name: expected.get(name, ()) for name in shard}, expected
-            )
-
 
 def _load(file: Path) -> dict[str, Tensor]:
     """Map the parameters of a file without reading them; code in the file is not run."""
@@ -115,39 +111,33 @@ def check_params(model: ModelConfig, file: Path) -> None:
     """Check that params.json describes the model."""
     params = {**_DEFAULTS, **read_object(file)}
     try:
-        hidden = hidden_width(params)
+        # As FeedForward in Meta's llama/model.py.
+        hidden = int(2 * 4 * params["dim"] / 3)
+        if params["ffn_dim_multiplier"] is not None:
+            hidden = int(params["ffn_dim_multiplier"] * hidden)
+        unit = params["multiple_of"]
+        hidden = unit * ((hidden + unit - 1) // unit)
     except (TypeError, ArithmeticError) as error:
         raise UserError(f"{file}: the width of its feed-forward is unknown ({error})") from None
-    theta = params.get("rope_theta", _OLD_THETA)
-    scaling = "llama3" if params["use_scaled_rope"] else "none"
-    pairs = {
-        "dim": (model.dim, params["dim"]),
-        "n_layers": (model.n_layers, params["n_layers"]),
-        "n_heads": (model.n_heads, params["n_heads"]),
-        "n_kv_heads": (model.n_kv_heads, params.get("n_kv_heads") or params["n_heads"]),
-        "ffn_hidden_dim": (model.ffn_hidden_dim, hidden),
-        "norm_eps": (model.norm_eps, params["norm_eps"]),
-        "rope.theta": (model.rope.theta, theta),
-        "rope.scaling": (model.rope.scaling, scaling),
+    found = {
+        "dim": params["dim"],
+        "n_layers": params["n_layers"],
+        "n_heads": params["n_heads"],
+        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"],
+        "ffn_hidden_dim": hidden,
+        "norm_eps": params["norm_eps"],
+        "rope.theta": params.get("rope_theta", _OLD_THETA),
+        "rope.scaling": "llama3" if params["use_scaled_rope"] else "none",
     }
     if params["vocab_size"] != -1:  # -1 in Llama 2's files: the tokenizer's
-        pairs["vocab_size"] = (model.vocab_size, params["vocab_size"])
-    differing = [
-        f"model.{name}={ours}: {PARAMS} has {theirs}"
-        for name, (ours, theirs) in pairs.items()
-        if ours != theirs
-    ]
+        found["vocab_size"] = params["vocab_size"]
+    differing = []
+    for name, theirs in found.items():
+        ours = attrgetter(name)(model)
+        if ours != theirs:
+            differing.append(f"model.{name}={ours}: {PARAMS} has {theirs}")
     if differing:
         raise UserError(f"{file.parent}: {'; '.join(differing)}")
-
-
-def hidden_width(params: Mapping[str, Any]) -> int:
-    """Width of the feed-forward's hidden layer, computed as by FeedForward in Meta's llama/model.py."""
-    hidden = int(2 * 4 * params["dim"] / 3)
-    if params["ffn_dim_multiplier"] is not None:
-        hidden = int(params["ffn_dim_multiplier"] * hidden)
-    unit: int = params["multiple_of"]
-    return unit * ((hidden + unit - 1) // unit)
 
 
 # -- shards and rows ----

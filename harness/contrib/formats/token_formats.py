@@ -125,10 +125,8 @@ def _open_npy(file: Path, dtype: str | None) -> TokenFile:
 
 def open_llmc(file: Path) -> TokenFile:
     """Open tokens of llm.c or modded-nanogpt."""
-    header = _head(file, _LLMC_HEADER_BYTES)
-    if len(header) < _LLMC_HEADER_BYTES:
-        _refuse(file, f"is shorter than the header of llm.c, {_LLMC_HEADER_BYTES} bytes")
-    magic, version, num_tokens = struct.unpack_from("<3i", header)
+    # Bytes that a short file does not have count as 0.
+    magic, version, num_tokens = struct.unpack("<3i", _head(file, 12).ljust(12, b"\0"))
     if magic not in _LLMC_KINDS:
         _refuse(file, f"has magic {magic}; llm.c writes {' or '.join(map(str, _LLMC_KINDS))}")
     expected, dtype = _LLMC_KINDS[magic]
@@ -136,16 +134,13 @@ def open_llmc(file: Path) -> TokenFile:
         _refuse(
             file, f"has version {version}; llm.c's files of magic {magic} have version {expected}"
         )
-    if num_tokens < 0:
-        _refuse(file, f"has a header with {num_tokens} tokens")
     return TokenFile(file, dtype, skip=_LLMC_HEADER_BYTES, num_tokens=num_tokens)
 
 
 def is_llmc(file: Path) -> bool:
     """Whether a file begins with llm.c's magic and has no index of Megatron."""
-    head = _head(file, 4)
-    has_magic = len(head) == 4 and struct.unpack("<i", head)[0] in (*_LLMC_KINDS, _LLMC_EXAMPLES)
-    return has_magic and not is_megatron(file)
+    magic = int.from_bytes(_head(file, 4), "little")
+    return magic in (*_LLMC_KINDS, _LLMC_EXAMPLES) and not is_megatron(file)
 
 
 def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
@@ -205,8 +200,7 @@ def open_megatron(file: Path) -> TokenFile:
     if version != 1:
         _refuse(index, f"has version {version} of Megatron's index; version 1 is read")
     if code not in _MEGATRON_DTYPES:
-        read = f"{_MEGATRON_DTYPES} are read"
-        _refuse(index, f"has type code {code}, which is no type of integers; {read}")
+        _refuse(index, f"has type code {code}; those of integers are read: {_MEGATRON_DTYPES}")
     without_modes = begin + 12 * sequences + 8 * documents
     if documents < 1 or size_of(index) not in (without_modes, without_modes + sequences):
         counts = f"{sequences} sequences and {documents} document boundaries"
@@ -217,8 +211,7 @@ def open_megatron(file: Path) -> TokenFile:
     dtype = _MEGATRON_DTYPES[code]
     itemsize = np.dtype(dtype).itemsize
     if firsts[0] != 0 or firsts[-1] != sequences:
-        rule = f"its documents do not begin with sequence 0 and end with {sequences}"
-        _refuse(index, rule)
+        _refuse(index, f"its documents do not begin with sequence 0 and end with {sequences}")
     if np.any(np.diff(firsts[:_MOST_CHECKED]) < 0):
         _refuse(index, "the first sequences of its documents are not ascending")
     sizes = lengths[:_MOST_CHECKED].astype(np.int64) * itemsize
