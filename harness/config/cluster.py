@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.fields import Switch, execution, label, part
 from harness.config.hardware import HardwareConfig, described
-from harness.config.registry import Registry, load_attribute, resolve_options
+from harness.config.registry import Registry, load_attribute
 from harness.config.slurm import SlurmConfig
 from harness.util.errors import ConfigError
 from harness.util.hardware import Accelerator, find_accelerator, node_name
@@ -112,11 +112,7 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
     """Where a job runs: on this machine, or on nodes of a SLURM cluster."""
 
     def resolve(self) -> ClusterConfig:
-        schema = CLUSTERS[self.kind].options
-        owner = f"cluster.kind={self.kind}"
-        return replace(
-            self, options=resolve_options(self.options, schema, "cluster.options", owner)
-        )
+        return replace(self, options=CLUSTERS.resolve_options(self.kind, self.options))
 
     @property
     def is_here(self) -> bool:
@@ -146,19 +142,13 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
             rule = f"must be set with cluster.kind={self.kind}"
             raise ConfigError("cluster.ranks_per_node", None, rule, "8, GPUs of a node")
         self.hardware.validate(self.accelerator)
-        self._validate_network()
+        one_node = "this machine is one node"
+        if self.is_here and self.link_nodes > 1:
+            raise ConfigError("cluster.link_nodes", self.link_nodes, one_node, "1")
         if self.kind == "slurm":
             self.validate_slurm()
         elif self.is_here and self.nodes not in (None, 1):
-            raise ConfigError(
-                "cluster.nodes", self.nodes, "this machine is one node", "1, or cluster=slurm"
-            )
-
-    def _validate_network(self) -> None:
-        if self.link_nodes > 1 and self.is_here:
-            raise ConfigError(
-                "cluster.link_nodes", self.link_nodes, "this machine is one node", "1"
-            )
+            raise ConfigError("cluster.nodes", self.nodes, one_node, "1, or cluster=slurm")
 
     def nodes_for(self, world_size: int) -> tuple[int, int]:
         """Return the number of nodes for ``world_size`` ranks, and the ranks on each."""

@@ -19,7 +19,7 @@ from harness.config.data_kinds import (
     source_config,
 )
 from harness.config.fields import Switch, execution, label, numerics
-from harness.config.registry import Registry, load_attribute, resolve_options
+from harness.config.registry import Registry, load_attribute
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 
@@ -143,9 +143,7 @@ class DataConfig:
 
     def resolve(self) -> DataConfig:
         """Return the data with the defaults of its options, also those of a mixture's sources."""
-        schema = DATA_KINDS[self.kind].options
-        owner = f"data.kind={self.kind}"
-        options = resolve_options(self.options, schema, "data.options", owner)
+        options = DATA_KINDS.resolve_options(self.kind, self.options)
         sources = {}
         for name, source in self.sources.items():
             with errors_of_source(name):

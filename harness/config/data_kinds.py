@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.config.registry import TOKEN_FORMATS, Choices, Registry
 from harness.util.errors import ConfigError, DataError
@@ -149,23 +149,25 @@ NEEDED = (("workers", "streaming"), ("shuffle_buffer", "streaming"), ("shuffle_b
 def check_effects(data: DataConfig) -> None:
     """Raise ConfigError for a value that has no effect on data of this kind."""
     kind = DATA_KINDS[data.kind]
-    default = type(data)()
-    for name in vars(data):
-        if name not in OWNED or name in kind.fields:
-            continue
-        value = getattr(data, name)
-        if value != getattr(default, name):
+    given = _given(data)
+    for name, value in given.items():
+        if name in OWNED and name not in kind.fields:
             readers = [other for other in DATA_KINDS if name in DATA_KINDS[other].fields]
             rule = f"has no effect with data.kind={data.kind}; only data.kind={' or '.join(readers)} uses it"
             raise ConfigError(
                 f"data.{name}", value, rule, f"data.kind={readers[0]}, or leave it out"
             )
     for name, needed in NEEDED:
-        value = getattr(data, name)
-        if not getattr(data, needed) and value != getattr(default, name):
+        if name in given and not getattr(data, needed):
             rule = f"has no effect without data.{needed}=true"
             works = f"data.{needed}=true, or leave it out"
-            raise ConfigError(f"data.{name}", value, rule, works)
+            raise ConfigError(f"data.{name}", given[name], rule, works)
+
+
+def _given(data: DataConfig) -> dict[str, Any]:
+    """The fields that do not have their defaults."""
+    default = type(data)()
+    return {name: value for name, value in vars(data).items() if value != getattr(default, name)}
 
 
 def check_files(data: DataConfig) -> None:
@@ -242,9 +244,8 @@ def check_mixture(data: DataConfig) -> None:
             rule = f"a name has letters, digits, _ and -, begins with a letter, and is not {STEP}"
             raise ConfigError("data.sources", name, rule, "web")
         _check_source(data.sources[name], name)
-    default = type(data)()
-    for name, value in vars(data).items():
-        if name not in (*MIXTURE_FIELDS, *SHARED) and value != getattr(default, name):
+    for name, value in _given(data).items():
+        if name not in (*MIXTURE_FIELDS, *SHARED):
             rule = "is a field of each source"
             raise ConfigError(f"data.{name}", value, rule, f"data.sources.NAME.{name}")
     for name in data.source_names:
@@ -324,10 +325,8 @@ def _check_source(source: DataConfig, name: str) -> None:
         raise ConfigError(
             f"data.sources.{name}.kind", source.kind, rule, "data.kind without a mixture"
         )
-    default = type(source)()
-    for field in SHARED:
-        value = getattr(source, field)
-        if value != getattr(default, field):
+    for field, value in _given(source).items():
+        if field in SHARED:
             rule = "is set once, for all sources"
             raise ConfigError(f"data.sources.{name}.{field}", value, rule, f"data.{field}")
 

@@ -96,15 +96,20 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
     raised = error
     error = missing_package(error) or error
     if not isinstance(error, HarnessError):
-        error = min(chain_of(error), key=lambda each: _distance_from_cause(_kind_of(each)))
+        # Causes first, then consequences; an unexpected exception explains the least.
+        order = {**CONSEQUENCES, "bug": 4}
+        error = min(chain_of(error), key=lambda each: order.get(_kind_of(each), 0))
     message = text_of(error)
     kind = _kind_of(error)
+    codes = {"interrupted": EXIT_INTERRUPTED, "bug": EXIT_BUG}
     row = {
         "kind": kind,
         "type": type(error).__name__,
         "message": message,
         "where": _where(error) or _where(raised),
-        "exit_code": error.exit_code if isinstance(error, HarnessError) else _exit_code_of(kind),
+        "exit_code": error.exit_code
+        if isinstance(error, HarnessError)
+        else codes.get(kind, EXIT_MACHINE),
     }
     if kind == "out_of_memory" and (wanted := _ALLOCATION.search(message)):
         row["allocation"] = wanted[1]
@@ -123,11 +128,6 @@ def chain_of(error: BaseException, *, suppressed: bool = False) -> list[BaseExce
         hidden = current.__suppress_context__ and not suppressed
         current = current.__cause__ or (None if hidden else current.__context__)
     return chain
-
-
-def _distance_from_cause(kind: str) -> int:
-    """Order kinds: causes first, then consequences; an unexpected exception explains the least."""
-    return max(CONSEQUENCES.values()) + 1 if kind == "bug" else CONSEQUENCES.get(kind, 0)
 
 
 def kind_of_text(text: str) -> str | None:
@@ -170,12 +170,6 @@ def _kind_of(error: BaseException) -> str:
     if kind is None and from_torch:
         return "collective_timeout" if "imed out" in text else "collective"
     return kind or "bug"
-
-
-def _exit_code_of(kind: str) -> int:
-    if kind == "interrupted":
-        return EXIT_INTERRUPTED
-    return EXIT_BUG if kind == "bug" else EXIT_MACHINE
 
 
 def _where(error: BaseException) -> str | None:

@@ -29,7 +29,6 @@ from typing import (
     TypeVar,
     Unpack,
     cast,
-    get_args,
     get_origin,
 )
 
@@ -206,9 +205,7 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
         kind: type = type(value)
         if _is_part(kind):
             found += leaf_fields(value, name + ".")
-        elif isinstance(value, dict) and dataclasses.is_dataclass(
-            _element_type(config, field.name)
-        ):
+        elif isinstance(value, dict) and inner_classes(owner)[field.name] is not None:
             for key in sorted(value):
                 found += leaf_fields(value[key], f"{name}.{key}.")
         else:
@@ -221,12 +218,6 @@ _fields_of = functools.cache(dataclasses.fields)
 _is_part = functools.cache(dataclasses.is_dataclass)
 
 
-def _element_type(config: Any, name: str) -> Any:
-    owner: type = type(config)
-    hint = type_hints(owner)[name]
-    return get_args(hint)[1] if get_origin(hint) is dict else None
-
-
 def check_rules(config: Any, prefix: str = "") -> None:
     """Check the declared rule of every field, and that every number fits into a tensor.
 
@@ -237,7 +228,13 @@ def check_rules(config: Any, prefix: str = "") -> None:
         if value is None or isinstance(value, bool):
             continue
         for number in _numbers(value):
-            _check_number(name, value, number)
+            if isinstance(number, int) and abs(number) > LARGEST_INTEGER:
+                only = f"must be an integer of 64 bits, at most {LARGEST_INTEGER}"
+                raise ConfigError(name, value, only)
+            # NaN compares false.
+            if isinstance(number, float) and not abs(number) <= LARGEST_NUMBER:
+                only = f"must be a finite number of float32, at most {LARGEST_NUMBER:g}"
+                raise ConfigError(name, value, only)
         rule = field.metadata
         has_default = "nonempty" in rule or "written" in rule
         works = rule.get("works", as_typed(field.default) if has_default else "")
@@ -324,15 +321,6 @@ def _numbers(value: Any) -> list[int | float]:
     if isinstance(value, list):
         return list(itertools.chain.from_iterable(map(_numbers, value)))
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
-
-
-def _check_number(name: str, value: Any, number: int | float) -> None:
-    if isinstance(number, int) and abs(number) > LARGEST_INTEGER:
-        raise ConfigError(name, value, f"must be an integer of 64 bits, at most {LARGEST_INTEGER}")
-    # NaN compares false.
-    if isinstance(number, float) and not abs(number) <= LARGEST_NUMBER:
-        rule = f"must be a finite number of float32, at most {LARGEST_NUMBER:g}"
-        raise ConfigError(name, value, rule)
 
 
 def from_dict(

@@ -141,10 +141,11 @@ class AttentionConfig:
         if n_kv_heads != n_heads:
             rule = f"every head of latent attention has keys: it must be model.n_heads={n_heads}"
             raise ConfigError("model.n_kv_heads", n_kv_heads, rule, [n_heads])
-        if head_width != self.qk_nope_head_dim + self.qk_rope_head_dim:
-            whole = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if head_width != self.latent_head_dim:
             rule = "must be qk_nope_head_dim + qk_rope_head_dim of model.attention"
-            raise ConfigError("model.head_dim", head_width, rule, f"{whole}, or null")
+            raise ConfigError(
+                "model.head_dim", head_width, rule, f"{self.latent_head_dim}, or null"
+            )
         for name, off in (
             ("qkv_bias", False),
             ("output_bias", False),
@@ -299,9 +300,6 @@ class MoEConfig:
         if not any(self.is_at(layer) for layer in range(n_layers)):
             rule = f"leaves no block of model.n_layers={n_layers} with experts"
             raise ConfigError("model.moe.first_dense_layers", self.first_dense_layers, rule, [0])
-        self._validate_groups()
-
-    def _validate_groups(self) -> None:
         if self.num_experts % self.num_groups:
             rule = f"must divide model.moe.num_experts={self.num_experts}"
             raise ConfigError(
@@ -311,11 +309,10 @@ class MoEConfig:
             rule = f"must not exceed model.moe.num_groups={self.num_groups}"
             raise ConfigError("model.moe.top_groups", self.top_groups, rule, [self.num_groups])
         in_group = self.num_experts // self.num_groups
-        if self.top_k > self.top_groups * in_group:
-            rule = f"must not exceed the {self.top_groups * in_group} experts that are chosen from"
-            raise ConfigError(
-                "model.moe.top_k", self.top_k, rule, f"at most {self.top_groups * in_group}"
-            )
+        most = self.top_groups * in_group
+        if self.top_k > most:
+            rule = f"must not exceed the {most} experts that are chosen from"
+            raise ConfigError("model.moe.top_k", self.top_k, rule, f"at most {most}")
         if self.group_score == "top2_sum" and self.num_groups > 1 and in_group < 2:
             rule = "needs two experts in a group, and there is one"
             raise ConfigError("model.moe.group_score", self.group_score, rule, ["max"])

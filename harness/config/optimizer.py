@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from harness.config.fields import Switch, execution, numerics
-from harness.config.registry import Registry, resolve_options
+from harness.config.registry import Registry
 from harness.util.errors import ConfigError
 
 
@@ -134,11 +134,8 @@ class Decay:
 
     def __call__(self, progress: float, options: Mapping[str, Any]) -> float:
         """Return the rate, as a fraction between the smallest (0) and the peak (1)."""
-        return (
-            self.shape(progress)
-            if self.options is None
-            else self.shape(progress, self.options(**options))
-        )
+        typed = [] if self.options is None else [self.options(**options)]
+        return self.shape(progress, *typed)
 
 
 DECAYS: Registry[Decay] = Registry(
@@ -207,13 +204,11 @@ class OptimizerConfig:
         iterations = self.newton_schulz_dtype
         if "muon" in self.kinds:
             iterations = iterations or param_dtype
-        schema = KINDS[self.kind].options
-        owner = f"optimizer.kind={self.kind}"
         return replace(
             self,
             state_dtype=self.state_dtype or master_dtype,
             newton_schulz_dtype=iterations,
-            options=resolve_options(self.options, schema, "optimizer.options", owner),
+            options=KINDS.resolve_options(self.kind, self.options),
         )
 
     def validate(self, master_dtype: str = "float32") -> None:
@@ -226,19 +221,15 @@ class OptimizerConfig:
             rule = "torch's AdamW does not update parameters or state of fewer bits in float32"
             works = "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32"
             raise ConfigError("optimizer.implementation", self.implementation, rule, works)
-        if (
-            self.implementation != "auto"
-            and not KINDS[self.kind].is_torchs
-            and not KINDS[self.kind].others
-        ):
+        kind = KINDS[self.kind]
+        if self.implementation != "auto" and not kind.is_torchs and not kind.others:
             rule = f"torch has no {self.kind}"
             raise ConfigError("optimizer.implementation", self.implementation, rule, "auto")
         means = ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else []))
         for name in means if self.state_dtype == "bfloat16" else ():
             if getattr(self, name) > LARGEST_BFLOAT16_BETA:
-                rule = BETA_RULE
                 works = f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
-                raise ConfigError(f"optimizer.{name}", getattr(self, name), rule, works)
+                raise ConfigError(f"optimizer.{name}", getattr(self, name), BETA_RULE, works)
 
     def compiles(self, master_dtype: str) -> bool:
         """Whether GPUs update a parameter by compiled code (optimizer/elementwise.py)."""
@@ -290,11 +281,7 @@ class ScheduleConfig:
     training.seq_len."""
 
     def resolve(self) -> ScheduleConfig:
-        schema = DECAYS[self.decay_type].options
-        owner = f"schedule.decay_type={self.decay_type}"
-        return replace(
-            self, options=resolve_options(self.options, schema, "schedule.options", owner)
-        )
+        return replace(self, options=DECAYS.resolve_options(self.decay_type, self.options))
 
     def curve_steps(self, steps: int) -> int:
         return max(steps, self.total_steps or 0)

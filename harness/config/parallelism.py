@@ -286,15 +286,16 @@ class ParallelismConfig:
     def _validate_context(self, model: ModelConfig) -> None:
         if self.cp == 1 or self.cp_method == "ring":
             return
-        heads = {
-            f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")
-        }
-        broken = [name for name, share in heads.items() if share % self.cp]
+        heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads}
+        of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
+        broken = [
+            f"model.{name}={count}{of_tp}"
+            for name, count in heads.items()
+            if count // self.tp % self.cp
+        ]
         if broken:
-            named = [f"{name}={getattr(model, name.removeprefix('model.'))}" for name in broken]
-            of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
-            works = ", ".join(map(str, divisors(*heads.values())))
-            rule = f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}"
+            works = ", ".join(map(str, divisors(*(count // self.tp for count in heads.values()))))
+            rule = f"ulysses exchanges heads: it must divide {', '.join(broken)}"
             raise ConfigError(
                 "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring"
             )

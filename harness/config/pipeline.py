@@ -239,20 +239,19 @@ def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
             source = "parallelism.pp_modules_per_stage" if named else f"model.n_layers={n_layers}"
             rule = f"runs {scheduled} stages, but {source} makes {'' if named else 'at most '}{available}"
             raise ConfigError("parallelism.pp_schedule_csv", layout.pp_schedule_csv, rule)
-    elif not named:
-        _check_automatic_split(layout, n_layers)
-
-
-def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
-    first = layout.pp_first_stage_less_layers
-    last = layout.pp_last_stage_less_layers
-    layers = layout.pp_layers_per_stage
+    if named or layout.pp_schedule_csv is not None:
+        return
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
     total = num_stages(layout, n_layers)
     most = min(_weight(layout, n_layers), n_layers + 2)
     if total > most:
-        weights = f"embedding and head weigh {first} and {last}"
-        rule = f"{total} stages are too many for model.n_layers={n_layers} ({weights})"
+        first = layout.pp_first_stage_less_layers
+        last = layout.pp_last_stage_less_layers
+        rule = (
+            f"{total} stages are too many for model.n_layers={n_layers} (embedding and head weigh "
+            f"{first} and {last})"
+        )
+        layers = layout.pp_layers_per_stage
         if layers is not None:
             raise ConfigError("parallelism.pp_layers_per_stage", layers, rule, works)
         raise ConfigError(

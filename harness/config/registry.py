@@ -79,6 +79,12 @@ class Registry(Generic[Value]):
     def values(self) -> Iterator[Value]:
         return (self[name] for name in self)
 
+    def resolve_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Check the options of one name, in the field ``options`` beside the one that chooses it."""
+        value: Any = self[name]
+        field = f"{self.field.rpartition('.')[0]}.options"
+        return resolve_options(options, value.options, field, f"{self.field}={name}")
+
     @property
     def more(self) -> list[str]:
         """What would work besides the names, for errors."""

@@ -121,7 +121,13 @@ class SlurmConfig:
                 )
         check_sbatch(self.sbatch, gres=self.gres)
         check_srun(self.srun_args)
-        self._validate_memory()
+        if self.mem and self.mem.isdecimal() and int(self.mem):
+            rule = f"is {self.mem} megabytes for SLURM"
+            raise ConfigError("cluster.mem", self.mem, rule, f"{self.mem}G, or {self.mem}M")
+        others = [option for option in self.sbatch if option.startswith(("mem-per", "mem_per"))]
+        if self.mem is not None and others:
+            rule = f"sbatch takes one of --mem and cluster.sbatch.{others[0]}"
+            raise ConfigError("cluster.mem", self.mem, rule, "null")
         container = self.container or ""
         try:
             shlex.split(container)
@@ -133,15 +139,6 @@ class SlurmConfig:
             works = f'"--container-image={container}", or apptainer exec --nv {container}'
             rule = "is an image, which no rank can execute"
             raise ConfigError("cluster.container", container, rule, works)
-
-    def _validate_memory(self) -> None:
-        if self.mem and self.mem.isdecimal() and int(self.mem):
-            rule = f"is {self.mem} megabytes for SLURM"
-            raise ConfigError("cluster.mem", self.mem, rule, f"{self.mem}G, or {self.mem}M")
-        others = [option for option in self.sbatch if option.startswith(("mem-per", "mem_per"))]
-        if self.mem is not None and others:
-            rule = f"sbatch takes one of --mem and cluster.sbatch.{others[0]}"
-            raise ConfigError("cluster.mem", self.mem, rule, "null")
 
 
 # Options that the harness sets, of sbatch by their long names (slurm.schedmd.com/sbatch.html) and
@@ -196,12 +193,9 @@ def check_srun(arguments: Sequence[str]) -> None:
 
 
 def _instead(option: str) -> str:
-    has_field = option in (field.name for field in fields(SlurmConfig))
-    return (
-        f"cluster.{option}"
-        if has_field
-        else _INSTEAD.get(option, "fields of cluster and parallelism")
-    )
+    if option in {field.name for field in fields(SlurmConfig)}:
+        return f"cluster.{option}"
+    return _INSTEAD.get(option, "fields of cluster and parallelism")
 
 
 def _own(name: str, options: str) -> str | None:

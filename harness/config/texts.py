@@ -98,17 +98,11 @@ def validate_texts(config: Any, environment: Mapping[str, str] = os.environ) -> 
     # First, because the other error repeats the text.
     refuse_secrets(((field, text) for field, text, _ in texts), environment)
     for field, text, value in texts:
-        if not text.isprintable():
-            _refuse_control_characters(field, text, in_list=isinstance(value, list))
-
-
-def _refuse_control_characters(field: str, text: str, *, in_list: bool) -> None:
-    found = next((sign for sign in text if unicodedata.category(sign) in _REFUSED), None)
-    if found is not None:
-        rule = f"must be one line of printable text, and holds U+{ord(found):04X}"
-        raise ConfigError(
-            field, text, rule, "one element for each line, like [a,b]" if in_list else ""
-        )
+        for sign in "" if text.isprintable() else text:
+            if unicodedata.category(sign) in _REFUSED:
+                rule = f"must be one line of printable text, and holds U+{ord(sign):04X}"
+                works = "one element for each line, like [a,b]" if isinstance(value, list) else ""
+                raise ConfigError(field, text, rule, works)
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -217,8 +217,7 @@ class TrainingConfig:
         local = self.local_batch_size
         size = self.global_batch_size
         if size is None:
-            of_rank = local or DEFAULT_LOCAL_BATCH
-            size = of_rank * replicas
+            size = (local or DEFAULT_LOCAL_BATCH) * replicas
         unit = replicas if local is None else replicas * local
         batches = [("training.global_batch_size", size)]
         batches += [("schedule.batch_size", batch) for batch in scheduled]
@@ -409,12 +408,9 @@ class CompileConfig:
             raise ConfigError(
                 "compile.components", "[]", "nothing is left to compile", "compile=off"
             )
-        if self.backend not in BACKENDS and self.backend not in _installed_backends():
+        installed = entry_points(group="torch_dynamo_backends").names
+        if self.backend not in (*BACKENDS, *installed):
             raise ConfigError("compile.backend", self.backend or "''", "no such choice", BACKENDS)
-
-
-def _installed_backends() -> set[str]:
-    return {entry.name for entry in entry_points(group="torch_dynamo_backends")}
 
 
 @dataclass(frozen=True)

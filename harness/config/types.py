@@ -146,15 +146,14 @@ def rule_in_words(field: dataclasses.Field[Any]) -> str:
     elif rule.get("nonempty"):
         words = "non-empty"
     else:
-        words = _range_in_words({name: rule[name] for name in _BOUNDS if name in rule})
+        words = ", ".join(
+            f"{words} {rule[name]}" for name, words in _BOUNDS.items() if name in rule
+        )
+        ends = [name for name in _INTERVALS if name in rule]
+        if len(ends) == 2:
+            low, high = ends
+            words = f"in {_INTERVALS[low]}{rule[low]}, {rule[high]}{_INTERVALS[high]}"
     return words and words + _or_null(field.type)
-
-
-def _range_in_words(bounds: dict[str, Any]) -> str:
-    if len(bounds.keys() & _INTERVALS.keys()) == 2:
-        low, high = (name for name in bounds if name in _INTERVALS)
-        return f"in {_INTERVALS[low]}{bounds[low]}, {bounds[high]}{_INTERVALS[high]}"
-    return ", ".join(f"{_BOUNDS[name]} {bound}" for name, bound in bounds.items())
 
 
 def _or_null(hint: object) -> str:

@@ -57,21 +57,16 @@ def build_optimizer(
         if KINDS[settings.kind].has_eps:
             made["eps"] = settings.eps
         by_kind.setdefault(settings.kind, []).append(made)
-    built = {kind: _build(kind, config, groups, ranks) for kind, groups in by_kind.items()}
+    built: dict[str, torch.optim.Optimizer] = {}
+    for kind, groups in by_kind.items():
+        options = KINDS[kind].options
+        # The options in the config are those of its own kind; groups may have others.
+        given = config.options if kind == config.kind else {}
+        typed = [] if options is None else [options(**given)]
+        built[kind] = load_attribute(KINDS[kind].build)(config, groups, ranks, *typed)
     optimizer = next(iter(built.values())) if len(built) == 1 else CombinedOptimizer(built)
     if config.ema_decay:
         keep_average(optimizer, config.ema_decay)
-    return optimizer
-
-
-def _build(
-    kind: str, config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | None
-) -> torch.optim.Optimizer:
-    build = load_attribute(KINDS[kind].build)
-    options = KINDS[kind].options
-    # The options in the config are those of its own kind; groups may have others.
-    typed = [] if options is None else [options(**config.options if kind == config.kind else {})]
-    optimizer: torch.optim.Optimizer = build(config, groups, ranks, *typed)
     return optimizer
 
 

@@ -54,25 +54,24 @@ class RoundedAdamW(OwnOptimizer):
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
-                self._allocate(parameter)
+                state = self.state[parameter]
+                if state:
+                    continue
+                # On the host, which reads the step to compute factors; reading it from a device
+                # would wait.
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                codes = self.state_dtype == torch.uint8
+                without = codes and not in_blocks(parameter.shape)
+                dtype = torch.float32 if without else self.state_dtype
+                for name in MEANS:
+                    state[name] = torch.zeros_like(parameter, dtype=dtype)
+                    if dtype == torch.uint8:
+                        state[f"{name}_scale"] = _scales(parameter)
             factors = _factors(group, applied)
             corrections = self._bias_corrections(parameters, group, applied)
             for parameter, correction in zip(parameters, corrections, strict=True):
                 stored = [_stored(self.state[parameter], name) for name in MEANS]
                 _update(_adamw, parameter, stored, factors, correction)
-
-    def _allocate(self, parameter: Tensor) -> None:
-        state = self.state[parameter]
-        if not state:
-            # On the host, which reads the step to compute factors; reading it from a device would
-            # wait.
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            codes = self.state_dtype == torch.uint8
-            dtype = torch.float32 if codes and not in_blocks(parameter.shape) else self.state_dtype
-            for name in MEANS:
-                state[name] = torch.zeros_like(parameter, dtype=dtype)
-                if dtype == torch.uint8:
-                    state[f"{name}_scale"] = _scales(parameter)
 
     def _bias_corrections(
         self, parameters: list[Tensor], group: dict[str, Any], applied: Tensor | None

@@ -61,7 +61,16 @@ def tensor_settings(config: OptimizerConfig, tensor: TensorSpec) -> TensorSettin
     per step a matrix shrinks by the same fraction at every width (arXiv:2405.13698;
     arXiv:2505.01618, table 1).
     """
-    settings = role = _role_settings(config, tensor)
+    kind = kind_of(config, tensor)
+    settings = role = TensorSettings(
+        kind=kind,
+        lr_factor=_mup_factor(config, kind, tensor),
+        weight_decay=0.0 if tensor.is_vector else config.weight_decay,
+        betas=(config.beta1, config.beta2),
+        # The gradients of all tensors are inversely proportional to the width (arXiv:2505.01618,
+        # table 1).
+        eps=config.eps / tensor.widths.stream,
+    )
     for group in config.groups:
         if not re.search(group["match"], tensor.name):
             continue
@@ -81,19 +90,6 @@ def kind_of(config: OptimizerConfig, tensor: TensorSpec) -> str:
             return kind
     others = KINDS[config.kind].others
     return config.kind if others is None or tensor.is_hidden_matrix else others
-
-
-def _role_settings(config: OptimizerConfig, tensor: TensorSpec) -> TensorSettings:
-    kind = kind_of(config, tensor)
-    return TensorSettings(
-        kind=kind,
-        lr_factor=_mup_factor(config, kind, tensor),
-        weight_decay=0.0 if tensor.is_vector else config.weight_decay,
-        betas=(config.beta1, config.beta2),
-        # The gradients of all tensors are inversely proportional to the width (arXiv:2505.01618,
-        # table 1).
-        eps=config.eps / tensor.widths.stream,
-    )
 
 
 def _mup_factor(config: OptimizerConfig, kind: str, tensor: TensorSpec) -> float:
