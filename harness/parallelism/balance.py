@@ -90,15 +90,12 @@ class Balance:
         for part in self.parts:
             for layer, moe in part.mixtures.items():
                 if moe.balance_bias is not None:
-                    update_E = self._bias_update(self.load_ME[self.rows[layer]])
-                    moe.balance_bias += is_finite * update_E
-
-    def _bias_update(self, load_E: Tensor) -> Tensor:
-        """Update of a layer's biases: positive where the load is below the mean; the mean update is 0."""
-        # Integers are compared, so that rounding is the same on all layouts.
-        direction_E = torch.sign(load_E.sum() - load_E * load_E.numel()).float()
-        update_E = self.job.model.moe.balance_coeff * direction_E
-        return update_E - update_E.mean()
+                    load_E = self.load_ME[self.rows[layer]]
+                    # Positive where the load is below the mean. Integers are compared, so that
+                    # rounding is the same on all layouts.
+                    direction_E = torch.sign(load_E.sum() - load_E * load_E.numel()).float()
+                    update_E = self.job.model.moe.balance_coeff * direction_E
+                    moe.balance_bias += is_finite * (update_E - update_E.mean())
 
     def metrics(self, load_ME: Tensor, tokens: int) -> dict[str, float]:
         """Return ``LOADS`` of a step of so many tokens, from its ``load_ME`` in host memory."""

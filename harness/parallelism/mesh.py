@@ -46,7 +46,8 @@ class Mesh:
             return self.rank(SHARD) % self.size("cp")
         if axis == "dp_shard":
             return self.rank(SHARD) // self.size("cp")
-        return self.device_mesh.get_local_rank(axis) if axis in self._names else 0
+        names = self.device_mesh.mesh_dim_names or ()
+        return self.device_mesh.get_local_rank(axis) if axis in names else 0
 
     def axis(self, *names: str) -> DeviceMesh:
         """The submesh of one or more axes; dp_shard and cp are the one axis ``shard``."""
@@ -58,10 +59,6 @@ class Mesh:
             assert self.context is not None, "the layout has no context parallel"
             return self.context
         return self.device_mesh.get_group(axis)
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return self.device_mesh.mesh_dim_names or ()
 
     @property
     def data_rank(self) -> int:

@@ -24,26 +24,21 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def build_grouped_product(precision: PrecisionConfig) -> Product:
     """Return the grouped product (groups of rows, a matrix each) in the format ``precision.linear``."""
+    if precision.linear == "float8_rowwise" and precision.emulate:
+        return _EmulatedRowwise.apply
     if precision.linear == "float8_rowwise":
-        return emulated_rowwise if precision.emulate else _rowwise()
+        from torchao.float8.config import e4m3_dtype
+        from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
+
+        return _adapt(_to_fp8_rowwise_then_scaled_grouped_mm, float8_dtype=e4m3_dtype)
     assert precision.linear == "mxfp8", f"no grouped product in {precision.linear}"
-    return _mxfp8(emulate=precision.emulate)
-
-
-def _rowwise() -> Product:
-    from torchao.float8.config import e4m3_dtype
-    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
-
-    return _adapt(_to_fp8_rowwise_then_scaled_grouped_mm, float8_dtype=e4m3_dtype)
-
-
-def _mxfp8(*, emulate: bool) -> Product:
     from torchao.prototype.moe_training import _to_mxfp8_then_scaled_grouped_mm
     from torchao.quantization.quantize_.common import KernelPreference
 
-    if not emulate:
+    preference = KernelPreference.EMULATED
+    if not precision.emulate:
         _require_mxfp8_kernels()
-    preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+        preference = KernelPreference.AUTO
     return _adapt(_to_mxfp8_then_scaled_grouped_mm, kernel_preference=preference)
 
 
@@ -89,7 +84,9 @@ def _require_mxfp8_kernels() -> None:
 
 
 class _EmulatedRowwise(torch.autograd.Function):
-    """Rounds like torchao's float8 grouped product and multiplies in the dtype of its inputs.
+    """``grouped_linear`` of values rounded to float8, with a scale per row of the product.
+
+    Rounds like torchao's float8 grouped product and multiplies in the dtype of its inputs.
 
     This is exact in bfloat16 too, because the scales are powers of two.
     """
@@ -107,11 +104,6 @@ class _EmulatedRowwise(torch.autograd.Function):
         grad_x_RI = grouped_product(_rounded(grad_RO, 1), weight_EIO, ends_E)
         by_group = _rounded_by_group(grad_RO, ends_E), _rounded_by_group(x_RI, ends_E)
         return grad_x_RI, grouped_outer(*by_group, ends_E), None
-
-
-def emulated_rowwise(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """``grouped_linear`` of values rounded to float8, with a scale per row of the product."""
-    return _EmulatedRowwise.apply(x_RI, weight_EOI, ends_E)  # type: ignore[no-any-return]
 
 
 def _rounded(values: Tensor, dim: int) -> Tensor:

@@ -81,21 +81,17 @@ def only_builder(folder: Path, is_built: Callable[[], bool]) -> Iterator[Buildin
         else:
             with held or contextlib.nullcontext():
                 if watch.is_dead(has_lock=held is not None) and not is_built():
-                    yield from _build(folder)
+                    building = Building()
+                    try:
+                        with _beating(folder):
+                            yield building
+                    finally:
+                        if building.is_useless:
+                            shutil.rmtree(folder, ignore_errors=True)
                     return
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
     yield None
-
-
-def _build(folder: Path) -> Iterator[Building]:
-    building = Building()
-    try:
-        with _beating(folder):
-            yield building
-    finally:
-        if building.is_useless:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path) -> IO[bytes] | None:
