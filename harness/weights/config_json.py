@@ -121,13 +121,11 @@ def _required(family: Family, name: str) -> object:
 _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
 
 
-def hf_config(
-    model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None
-) -> dict[str, Any]:
+def hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """The content of a config.json from which transformers (or diffusers) builds the same model.
 
-    Rotation and dtype are written twice: transformers 4.x reads ``torch_dtype``, and 5.x writes
-    ``dtype``.
+    It names no token. Rotation and dtype are written twice: transformers 4.x reads ``torch_dtype``,
+    and 5.x writes ``dtype``.
     """
     family = family_of(model)
     if family.unbuildable is not None:
@@ -144,8 +142,8 @@ def hf_config(
         **(family.written(model) if family.written else {}),
         **written_rotation(model),
         "attention_dropout": 0.0,
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "torch_dtype": dtype,
         "dtype": dtype,
     }

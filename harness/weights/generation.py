@@ -27,13 +27,14 @@ class Origin:
     folder: Path | None = None
     data: DataConfig | None = None
 
-    def _read(self, name: str) -> dict[str, Any]:
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder, such as generation_config.json; empty if there is none."""
         file = None if self.folder is None else self.folder / name
         return read_object(file) if file is not None and file.is_file() else {}
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """The fields of the folder's config.json that are no geometry; empty without a folder."""
-        found = self._read(CONFIG)
+        found = self.read(CONFIG)
         if not found:
             return {}
         decoder = decoder_part(FAMILIES[model.family], found)
@@ -42,10 +43,6 @@ class Origin:
             for name, value in decoder.items()
             if is_listed(name) and name not in _NOT_KEPT
         }
-
-    def generation(self) -> dict[str, Any]:
-        """The folder's generation_config.json; empty if there is none."""
-        return self._read(GENERATION)
 
 
 def special_ids(

@@ -226,12 +226,11 @@ _PAIRS = (
 class StoredTensors:
     """The decoder's tensors in a folder of safetensors; quantized weights are dequantized.
 
-    ``find`` finds quantized weights (None: there are none), which have the dtype ``dequantized`` in
-    ``tensors``.
+    ``find`` finds quantized weights, which have the dtype ``dequantized`` in ``tensors``.
     """
 
     def __init__(
-        self, folder: Path, model: ModelConfig, find: Find | None, dequantized: torch.dtype
+        self, folder: Path, model: ModelConfig, find: Find, dequantized: torch.dtype
     ) -> None:
         self._files: dict[str, tuple[Path, str]] = {}
         stored: dict[str, tuple[Shape, str]] = {}
@@ -248,7 +247,7 @@ class StoredTensors:
                     stored[name] = (tuple(values.get_shape()), values.get_dtype())
                     self._files[name] = (file, in_file)
         try:
-            self._quantized = find(stored) if find else {}
+            self._quantized = find(stored)
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
         parts = part_names(stored, self._quantized)

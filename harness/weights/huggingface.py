@@ -169,12 +169,12 @@ def finish_huggingface(
     name = str(source.tensors[first].dtype).removeprefix("torch.")
     tokenizer = None if family.is_diffusers else tokenizer
     bos, ends = special_ids(model, tokenizer, origin)
-    content = hf_config(model, dtype=name, bos_id=bos, eos_id=None)
+    content = hf_config(model, name)
     if not family.is_diffusers:
         kept = origin.config(model)
         content = {**kept, **content, "bos_token_id": kept.get("bos_token_id", bos)}
         content["eos_token_id"] = with_ends(ends, kept.get("eos_token_id"))
-        generation = origin.generation()
+        generation = origin.read(GENERATION)
         if not generation:
             ids = ("bos_token_id", "eos_token_id", "pad_token_id")
             generation = {each: content[each] for each in ids if content.get(each) is not None}

@@ -49,11 +49,11 @@ Find = Callable[[Stored], dict[str, QuantizedTensor]]
 """Finds the quantized weights among stored tensors; raises UserError with a tensor's name."""
 
 
-def quantization_of(content: Mapping[str, Any]) -> Find | None:
-    """How the weights beside a config.json are quantized; None if it has no quantization_config."""
+def quantization_of(content: Mapping[str, Any]) -> Find:
+    """How the weights beside a config.json are quantized."""
     found = content.get("quantization_config")
     if not found:
-        return None
+        return lambda _stored: {}
     method = found.get("quant_method") if isinstance(found, dict) else None
     parse = _METHODS.get(str(method))
     if parse is None:

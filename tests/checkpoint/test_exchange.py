@@ -39,7 +39,7 @@ def run(pool, job, run_dir):
 def reference_of(job):
     """transformers' model with the job's config; its weights are far from usual initial values."""
     torch.manual_seed(3)
-    content = hf_config(job.model, dtype="float32", bos_id=None, eos_id=None)
+    content = hf_config(job.model, "float32")
     config = CONFIG_MAPPING[content["model_type"]](**content, initializer_range=0.2)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if job.model.moe.enabled:  # norms and biases too; float8's tolerance is for norms of one

@@ -52,7 +52,7 @@ Capture = pytest.CaptureFixture[str]
 def transformer(model):
     """transformers' Llama with random weights; equal values would hide swapped norms."""
     torch.manual_seed(1)
-    plain = hf_config(model, dtype="float32", bos_id=None, eos_id=None)
+    plain = hf_config(model, "float32")
     network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**plain)).eval()
     with torch.no_grad():
         for name, parameter in network.named_parameters():
@@ -424,7 +424,7 @@ def test_tied_embeddings_that_are_not(format, weights, tmp_path):
         ("same", weights["tok_embeddings.weight"]),
     ):
         write_source(format, tmp_path / case, {**weights, "output.weight": head}, MODEL)
-        config = hf_config(tied, dtype="float32", bos_id=None, eos_id=None)
+        config = hf_config(tied, "float32")
         (tmp_path / case / "config.json").write_text(json.dumps(config))
     message = refused(tmp_path / "other", out, *TIED)
     assert re.search(

@@ -27,7 +27,7 @@ from harness.weights.config_json import hf_config
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = "meta-llama/Llama-3.1-8B"
-CONFIG = hf_config(compose_job(["model=llama3_8b"]).model, dtype="bfloat16", bos_id=1, eos_id=2)
+CONFIG = hf_config(compose_job(["model=llama3_8b"]).model, "bfloat16")
 TOKENIZER = ["config.json", "original/tokenizer.model", "tokenizer.json", "tokenizer_config.json"]
 MODEL = [
     "generation_config.json",
@@ -244,7 +244,7 @@ def test_from_an_empty_folder_to_training(hub, tmp_path):
         pytest.importorskip("tokenizers"),
     )
     model = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=1"]
-    sizes = hf_config(compose_job(model).model, dtype="float32", bos_id=None, eos_id=None)
+    sizes = hf_config(compose_job(model).model, "float32")
     published, text = tmp_path / "published", Path(__file__).read_text()
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(published)
     learnt = tokenizers.ByteLevelBPETokenizer()

@@ -33,7 +33,7 @@ SCALING = LLAMA["rope_scaling"]
 
 
 def content_of(config, dtype="float32"):
-    return hf_config(config, dtype=dtype, bos_id=1, eos_id=None)
+    return hf_config(config, dtype) | {"bos_token_id": 1}
 
 
 # -- written ----

@@ -35,7 +35,7 @@ def test_released_files_give_the_shipped_model(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_we_write_comes_back(name, tmp_path):
-    content = hf_config(CASES[name], dtype="float32", bos_id=None, eos_id=None)
+    content = hf_config(CASES[name], "float32")
     assert meant(model_from_config(write(tmp_path, content))) == meant(CASES[name])
 
 
@@ -99,7 +99,7 @@ WRONG: list[object] = [
 def test_wrong_values_end_in_one_line(name, tmp_path):
     """Keys of an export with values of all types, three for each in turn: no reader ends in a traceback."""
     model = shipped(name)
-    content = hf_config(model, dtype="float32", bos_id=None, eos_id=None)
+    content = hf_config(model, "float32")
     values, refused = itertools.cycle(WRONG), 0
     for key in [*content, "quantization_config", "text_config", "no_rope_layer_interval"]:
         for value in itertools.islice(values, 3):
