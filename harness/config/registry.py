@@ -140,6 +140,7 @@ class Registry(Generic[Value]):
         return UserError(f"{self.field}={entry.name}: the package {_package(entry)} {problem}")
 
 
+@dataclasses.dataclass(frozen=True)
 class Choices:
     """Names that are computed when they are needed, so that those of registries can be part of them.
 
@@ -147,12 +148,11 @@ class Choices:
         names: returns them, the most used ones first: a name that is found ends the search.
     """
 
-    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
-        self._names = names
+    names: Callable[[], Iterable[str]]
 
     def __iter__(self) -> Iterator[str]:
         seen: set[str] = set()
-        for name in self._names():
+        for name in self.names():
             if name not in seen:
                 seen.add(name)
                 yield name

@@ -21,6 +21,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
     plain = load_manifest(folder, "tokenize", "corpus")
     try:
         shards = [from_dict(Shard, shard) for shard in plain["shards"]]
-        manifest: Manifest = from_dict(Manifest, {**plain, "shards": []})
+        manifest = from_dict(Manifest, {**plain, "shards": []})
         for shard in shards:
             if not is_file_name(shard.folder):
                 raise ValueError(f"{shard.folder!r} is no name of a folder in the corpus")
@@ -371,9 +372,13 @@ class CorpusWriter(ShardWriter):
             remove_unit(self._units_folder, unit)
 
     def _concatenate(self, folder: Path, units: Sequence[Unit], first_document: int) -> None:
-        writers = {split: _Writer(folder, split) for split in SPLITS}
+        counts = dict.fromkeys(SPLITS, 0)
         document = first_document
-        try:
+        with ExitStack() as stack:
+            files = {
+                split: [stack.enter_context((folder / name).open("wb")) for name in files_of(split)]
+                for split in SPLITS
+            }
             for unit in units:
                 file = self._units_folder / f"{unit.key}.tokens"
                 index = read_index(self._units_folder, unit, self._dtype)
@@ -386,14 +391,16 @@ class CorpusWriter(ShardWriter):
                 )
                 lengths = np.diff(index.starts, append=index.num_tokens)
                 for split, chosen in (("train", ~held), ("validation", held)):
-                    writers[split].append(tokens[np.repeat(chosen, lengths)], lengths[chosen])
+                    ids = tokens[np.repeat(chosen, lengths)]
+                    ends = counts[split] + lengths[chosen].cumsum()
+                    of_tokens, of_starts = files[split]
+                    of_tokens.write(ids.data)
+                    of_starts.write((ends - lengths[chosen]).tobytes())
+                    counts[split] += len(ids)
                 document += index.num_documents
-        finally:
-            for writer in writers.values():
-                writer.close()
         meta = {
             "dtype": self._dtype.name,
-            "tokens": {split: writers[split].num_tokens for split in SPLITS},
+            "tokens": counts,
             "files": describe_files(folder, [*files_of("train"), *files_of("validation")]),
             _SOURCE_DOCUMENTS: document - first_document,
         }
@@ -440,21 +447,3 @@ class CorpusWriter(ShardWriter):
             shards=shards,
             key=self.key,
         )
-
-
-class _Writer:
-    """Appends documents to the two files of a split."""
-
-    def __init__(self, folder: Path, split: str) -> None:
-        self.num_tokens = 0
-        self._tokens, self._starts = ((folder / name).open("wb") for name in files_of(split))
-
-    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their ids, one after the other, and the length of each."""
-        self._tokens.write(tokens.data)
-        self._starts.write((self.num_tokens + lengths.cumsum() - lengths).tobytes())
-        self.num_tokens += len(tokens)
-
-    def close(self) -> None:
-        self._tokens.close()
-        self._starts.close()

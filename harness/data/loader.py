@@ -8,6 +8,7 @@ many samples, or which pieces of samples, a step reads; a rank has the same frac
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +82,7 @@ class Piece(NamedTuple):
     """Tokens of the piece."""
 
 
+@dataclass
 class Cursor:
     """Position of a loader with ``rows`` of the largest global batch: the step, and the tokens read so far.
 
@@ -89,10 +91,10 @@ class Cursor:
         position: number of tokens before the next step, over all rows; see ``Sizes``.
     """
 
-    def __init__(self, rows: range, sizes: Sizes) -> None:
-        self.rows = rows
-        self.sizes = sizes
-        self.step = self.position = 0
+    rows: range
+    sizes: Sizes
+    step: int = 0
+    position: int = 0
 
     def advance(self) -> list[Piece]:
         """Go on by one step; return the pieces of this loader's rows."""

@@ -65,27 +65,28 @@ class Samples(Protocol):
         """
 
 
+@dataclass
 class EpochOrder:
     """Order of ``num`` items, shuffled differently in every epoch.
 
     The order of an epoch is in memory: 8 bytes per item, 8 GB for a billion.
     """
 
-    def __init__(self, num: int, seed: int, *, shuffle: bool) -> None:
-        self._num = num
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order: tuple[int, np.ndarray] | None = None
+    num: int
+    seed: int
+    shuffle: bool
+    order: tuple[int, np.ndarray] | None = None
+    """The last epoch, and its order."""
 
     def at(self, number: int) -> int:
         """Index of the item of sample ``number``, which may be in any epoch."""
-        epoch, index = divmod(number, self._num)
-        if not self._shuffle:
+        epoch, index = divmod(number, self.num)
+        if not self.shuffle:
             return index
-        order = self._order  # threads may be in different epochs
+        order = self.order  # threads may be in different epochs
         if order is None or order[0] != epoch:
-            order = epoch, random_stream("order", self._seed, epoch).permutation(self._num)
-            self._order = order
+            order = epoch, random_stream("order", self.seed, epoch).permutation(self.num)
+            self.order = order
         return int(order[1][index])
 
 
@@ -120,16 +121,15 @@ class PackedSamples:
         return sample_of(self._split.read(begin, end), first_labels, self._data)
 
 
+@dataclass
 class SyntheticSamples:
     """Uniform random tokens of the full vocabulary; samples have different numbers of masked labels."""
 
+    reading: Reading
     num_per_epoch: int | None = None
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-
     def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        reading = self._reading
+        reading = self.reading
         random = random_stream(f"synthetic {reading.split}", reading.seed, number)
         tokens = random.randint(0, reading.model_vocab_size, reading.seq_len + 1, dtype=np.int64)
         inputs_T = tokens[:-1]

@@ -6,6 +6,7 @@ batch size, but neither on the assignment of rows to ranks nor on the processes 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,13 +49,12 @@ def load_hub(reading: Reading) -> Loader:
     return SampleLoader(reading, {"": StreamedSource(streams)})
 
 
+@dataclass
 class StreamedSource(SampleSource):
     """A stream for each row of the largest batch."""
 
-    num_per_epoch = None
-
-    def __init__(self, streams: Mapping[int, RowStream]) -> None:
-        self.streams = streams
+    streams: Mapping[int, RowStream]
+    num_per_epoch: int | None = None
 
     def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
         return self.streams[piece.slot].next(piece.length)

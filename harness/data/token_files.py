@@ -87,7 +87,7 @@ def open_token_files(reading: Reading) -> Tokens:
     has_index = all(part.num_documents is not None for part in parts)
     if has_index and data.boundaries == "auto":
         return tokens
-    return _with_boundaries(tokens, data, tokenizer, usual, warn=is_builder)
+    return _with_boundaries(tokens, reading, usual)
 
 
 def holds_out(data: DataConfig) -> bool:
@@ -225,10 +225,10 @@ def _section(part: Tokens, split: str, held_out: float, limit: Limit) -> Tokens:
     return Section(part, begin, end, limit)
 
 
-def _with_boundaries(
-    tokens: Tokens, data: DataConfig, tokenizer: Tokenizer, usual: str, warn: bool
-) -> Tokens:
+def _with_boundaries(tokens: Tokens, reading: Reading, usual: str) -> Tokens:
     """Return tokens with the document boundaries that ``data.boundaries`` selects; auto: the usual ones."""
+    data = reading.data
+    tokenizer = reading.tokenizer
     choice = usual if data.boundaries == "auto" else data.boundaries
     # GPT-2 has one token for both, its end of text, and files may begin documents with it.
     bos = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -244,7 +244,8 @@ def _with_boundaries(
         raise ConfigError("data.attend_across_documents", False, rule, works)
     delimited = Delimited(tokens, token=token, begins=choice == "bos")
     scanned = min(_SCANNED_TOKENS, tokens.num_tokens)
-    if warn and token is not None and not len(delimited.starts_between(1, scanned)):
+    warns = reading.is_builder and token is not None
+    if warns and not len(delimited.starts_between(1, scanned)):
         sys.stderr.write(
             f"WARNING {tokens.name}: the first {scanned} tokens have no document boundary (id {token}); "
             "see data.boundaries\n"

@@ -284,21 +284,19 @@ class TokenizingProgress:
         units: Iterable[Unit],
         missing: Sequence[Unit],
         workers: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._workers = workers
-        self._clock = clock
         self._read = dict.fromkeys((unit.key for unit in missing), 0)
         self._total = bytes_of(units)
         self._todo = bytes_of(missing)
-        self._started = clock()
+        self._started = time.monotonic()
         self._next = self._started + _SECONDS_BETWEEN_LINES
 
     def advance(self, unit: Unit, nbytes: int) -> None:
         """Count bytes that were read of a unit; of a compressed file they may be more than it has."""
         self._read[unit.key] = min(self._read[unit.key] + nbytes, unit.nbytes)
-        now = self._clock()
+        now = time.monotonic()
         if now < self._next:
             return
         self._next = now + _SECONDS_BETWEEN_LINES

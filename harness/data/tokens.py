@@ -109,42 +109,46 @@ class Concatenation:
         return cut
 
 
+@dataclass(frozen=True)
 class Section:
-    """The tokens of a part from ``begin`` to ``end`` (exclusive); ids are checked when they are read."""
+    """The tokens of a part from ``first`` to ``last`` (exclusive); ids are checked when they are read."""
 
-    def __init__(self, part: Tokens, begin: int, end: int, limit: Limit) -> None:
-        self.name = part.name
-        self._part = part
-        self._begin = begin
-        self._end = end
-        self._limit = limit
+    part: Tokens
+    first: int
+    last: int
+    limit: Limit
+
+    @property
+    def name(self) -> str:
+        return self.part.name
 
     @property
     def num_tokens(self) -> int:
-        return self._end - self._begin
+        return self.last - self.first
 
     @property
     def num_documents(self) -> int | None:
-        known = self._part.num_documents is not None
+        known = self.part.num_documents is not None
         return len(self.starts_between(0, self.num_tokens)) if known else None
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        ids = self._part.read(self._begin + begin, self._begin + end)
-        self._limit.check(ids, self.name, self._begin + begin)
+        ids = self.part.read(self.first + begin, self.first + end)
+        self.limit.check(ids, self.name, self.first + begin)
         return ids
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        begin = self._begin + begin
-        end = self._begin + end
-        starts = self._part.starts_between(begin, end)
+        begin = self.first + begin
+        end = self.first + end
+        starts = self.part.starts_between(begin, end)
         # Readers search the index, and do not check all of a long one.
         if len(starts) and (starts[0] < begin or starts[-1] >= end or np.any(np.diff(starts) < 0)):
             raise DataError(
                 f"{self.name}: the starts of its documents near token {begin} are not ascending"
             )
-        return starts - self._begin
+        return starts - self.first
 
 
+@dataclass(frozen=True)
 class Delimited:
     """Tokens whose documents begin or end with a certain token, or whose boundaries are unknown.
 
@@ -155,28 +159,29 @@ class Delimited:
         begins: whether documents begin with the token, instead of ending with it.
     """
 
+    tokens: Tokens
+    token: int | None
+    begins: bool
     num_documents = None
 
-    def __init__(self, tokens: Tokens, *, token: int | None, begins: bool) -> None:
-        self.name = tokens.name
-        self._tokens = tokens
-        self._token = token
-        self._begins = begins
+    @property
+    def name(self) -> str:
+        return self.tokens.name
 
     @property
     def num_tokens(self) -> int:
-        return self._tokens.num_tokens
+        return self.tokens.num_tokens
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        return self._tokens.read(begin, end)
+        return self.tokens.read(begin, end)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        if self._token is None:
+        if self.token is None:
             return np.empty(0, dtype=np.int64)
-        if self._begins:
-            return np.flatnonzero(self.read(begin, end) == self._token) + begin
+        if self.begins:
+            return np.flatnonzero(self.read(begin, end) == self.token) + begin
         before = max(begin - 1, 0)
-        starts = np.flatnonzero(self.read(before, end - 1) == self._token) + before + 1
+        starts = np.flatnonzero(self.read(before, end - 1) == self.token) + before + 1
         return starts if begin else np.concatenate([[0], starts])
 
 

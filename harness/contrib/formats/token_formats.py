@@ -8,7 +8,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -34,24 +34,14 @@ _FEWEST = 8  # ids other than 0 in them; fewer show nothing
 _WIDTHS = {8: "int64", 4: "uint32", 2: "uint16"}
 
 
-class Starts(NamedTuple):
-    """Where the documents of a file start, by an index that is read in place."""
-
-    num_documents: int
-    at: Callable[[Any], Any]
-    """Returns the first token of a document by its number, or those of an array of numbers."""
-
-    def between(self, begin: int, end: int) -> np.ndarray:
-        """Return the starts in [begin, end), int64, ascending."""
-        # bisect instead of numpy: arrays may not be aligned, and numpy would copy all of them.
-        numbers = range(self.num_documents)
-        first = bisect_left(numbers, begin, key=self.at)
-        last = bisect_left(numbers, end, lo=first, key=self.at)
-        return np.asarray(self.at(np.arange(first, last)), np.int64)
-
-
 class TokenFile:
-    """Tokens in one file, after a header of ``skip`` bytes; as many as fit without ``num_tokens``."""
+    """Tokens in one file, after a header of ``skip`` bytes; as many as fit without ``num_tokens``.
+
+    Args:
+        num_documents: of a file with an index; None: without one.
+        start: the first token of a document by its number, or those of an array of numbers, by an
+            index that is read in place.
+    """
 
     def __init__(
         self,
@@ -60,14 +50,15 @@ class TokenFile:
         *,
         skip: int = 0,
         num_tokens: int | None = None,
-        starts: Starts | None = None,
+        num_documents: int | None = None,
+        start: Callable[[Any], Any] = int,
     ) -> None:
         self.name = str(file)
-        self._starts = starts
+        self.num_documents = num_documents
+        self._start = start
         size = size_of(file) - skip
         itemsize = np.dtype(dtype).itemsize
         self.num_tokens = size // itemsize if num_tokens is None else num_tokens
-        self.num_documents = None if starts is None else starts.num_documents
         if size != self.num_tokens * itemsize:
             expected = f"{self.num_tokens} tokens of {dtype} after a header of {skip} bytes"
             _refuse(file, f"has {size + skip} bytes, which are not {expected}")
@@ -77,9 +68,13 @@ class TokenFile:
         return self._tokens[begin:end].astype(np.int64)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        if self._starts is None:
+        # bisect instead of numpy: arrays may not be aligned, and numpy would copy all of them.
+        numbers = range(self.num_documents or 0)
+        first = bisect_left(numbers, begin, key=self._start)
+        last = bisect_left(numbers, end, lo=first, key=self._start)
+        if first == last:
             return np.empty(0, dtype=np.int64)
-        return self._starts.between(begin, end)
+        return np.asarray(self._start(np.arange(first, last)), np.int64)
 
 
 def open_memmap(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
@@ -165,9 +160,14 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     if dtype is None:
         # 2 or 4 bytes for a token follow from the number of tokens.
         dtype = "uint32" if size_of(file) == 4 * num_tokens else "uint16"
-    # A document starts where another ends.
-    starts = Starts(len(ends), lambda number: np.where(number > 0, ends[number - 1], 0))
-    return TokenFile(file, dtype, num_tokens=num_tokens, starts=starts)
+    return TokenFile(
+        file,
+        dtype,
+        num_tokens=num_tokens,
+        num_documents=len(ends),
+        # A document starts where another ends.
+        start=lambda number: np.where(number > 0, ends[number - 1], 0),
+    )
 
 
 def _recorded_dtype(file: Path) -> str | None:
@@ -225,8 +225,8 @@ def open_megatron(file: Path) -> TokenFile:
         known = pointers[np.minimum(sequence, sequences - 1)] // itemsize
         return np.where(sequence < sequences, known, num_tokens)
 
-    starts = Starts(documents - 1 if sequences else 0, start)
-    return TokenFile(file, dtype, num_tokens=num_tokens, starts=starts)
+    count = documents - 1 if sequences else 0
+    return TokenFile(file, dtype, num_tokens=num_tokens, num_documents=count, start=start)
 
 
 def smallest_dtype(vocab_size: int) -> str:

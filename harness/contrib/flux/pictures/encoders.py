@@ -6,6 +6,7 @@ import functools
 import logging
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,21 +103,21 @@ class Patches:
         return torch.nn.functional.pixel_shuffle(latents_BCHW, self.pixels).clamp(-1, 1)
 
 
+@dataclass(frozen=True)
 class Words:
     """A fixed random vector for each word, plus one for its position; their mean is the pooled embedding.
 
     The vectors depend on the word and the position only, so that no table is needed. For debugging.
     """
 
-    def __init__(self, length: int, width: int) -> None:
-        self._length = length
-        self._width = width
+    length: int
+    width: int
 
     def encode(self, captions: Sequence[str]) -> Embeddings:
         """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
-        padding = [""] * self._length
-        texts = [(caption.lower().split() + padding)[: self._length] for caption in captions]
-        positions_LD = self._stacked([f"position {i}" for i in range(self._length)])
+        padding = [""] * self.length
+        texts = [(caption.lower().split() + padding)[: self.length] for caption in captions]
+        positions_LD = self._stacked([f"position {i}" for i in range(self.length)])
         words = []
         for text in texts:
             words.append(self._stacked([f"word {word}" for word in text]))
@@ -124,7 +125,7 @@ class Words:
         return Embeddings(text_BLD, text_BLD.mean(1))
 
     def _stacked(self, names: Sequence[str]) -> Tensor:
-        return torch.stack([_vector(name, self._width) for name in names])
+        return torch.stack([_vector(name, self.width) for name in names])
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -302,27 +302,26 @@ class _Tars:
 
 def _rows(number: int, file: Path) -> np.ndarray:
     """Rows of the table for one tar file."""
+    rows = []
     try:
         with tarfile.open(file, "r:") as opened:
-            return np.array(list(_places(number, opened)), np.int64).reshape(-1, 7)
+            files = filter(tarfile.TarInfo.isfile, opened)
+            for _, members in groupby(files, lambda each: _parts(each)[0]):
+                found: dict[str, tuple[int, int]] = {}
+                for member in members:
+                    suffix = _parts(member)[1]
+                    kind = "picture" if suffix in SUFFIXES else suffix
+                    found.setdefault(kind, (member.offset_data, member.size))
+                if "picture" in found:
+                    absent = (0, -1)
+                    text = found.get(".txt", absent)
+                    rows.append([number, *found["picture"], *text, *found.get(".json", absent)])
+        return np.array(rows, np.int64).reshape(-1, 7)
     # tarfile believes the numbers in headers.
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise DataError(
             f"{file}: not a readable tar file without compression ({describe(error)})"
         ) from error
-
-
-def _places(number: int, opened: tarfile.TarFile) -> Iterator[list[int]]:
-    for _, members in groupby(filter(tarfile.TarInfo.isfile, opened), lambda each: _parts(each)[0]):
-        found: dict[str, tuple[int, int]] = {}
-        for member in members:
-            suffix = _parts(member)[1]
-            kind = "picture" if suffix in SUFFIXES else suffix
-            found.setdefault(kind, (member.offset_data, member.size))
-        if "picture" in found:
-            absent = (0, -1)
-            text = found.get(".txt", absent)
-            yield [number, *found["picture"], *text, *found.get(".json", absent)]
 
 
 def _parts(member: tarfile.TarInfo) -> tuple[str, str]:
