@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,14 +66,12 @@ class CheckpointLoader(CheckpointedRun):
             return Resumed(checkpoint.path, state, tuple(messages))
         if damaged:
             raise no_usable_error(self.folder.path, damaged)
-        path: str | None = None
-        state: dict[str, Any] = {}
+        initial = Resumed()
         if start.initial is not None:
-            path = start.initial.path
-            state = self._load_initial(start.initial)
-            messages.append(f"initial values from {path}")
+            initial = Resumed(start.initial.path, self._load_initial(start.initial))
+            messages.append(f"initial values from {initial.path}")
         self._move_later_aside(-1)
-        return Resumed(path, state, tuple(messages))
+        return replace(initial, messages=tuple(messages))
 
     def _move_later_aside(self, step: int) -> None:
         """Move checkpoints after ``step`` to ``superseded/``: the run's own must be the newest."""

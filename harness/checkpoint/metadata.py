@@ -34,7 +34,14 @@ def parse_metadata(content: bytes) -> Metadata:
     Fields that reading does not need are left out.
     """
     try:
-        return _metadata(_Unpickler(io.BytesIO(content)).load())
+        fields = _fields(_Unpickler(io.BytesIO(content)).load(), "Metadata")
+        entries = fields["state_dict_metadata"].items()
+        places = fields["storage_data"].items()
+        # What is missing or of another type raises an exception.
+        return Metadata(
+            {str(name): _entry(name, value) for name, value in entries},
+            storage_data={_index(key): _place(value) for key, value in places},
+        )
     except DamagedCheckpoint:
         raise
     except Exception as error:  # damaged bytes make pickle raise almost anything
@@ -123,15 +130,6 @@ class _Unpickler(pickle.Unpickler):
         if known is None:
             raise DamagedCheckpoint(f"{METADATA} {_untrusted(f'{module}.{name}')}")
         return known
-
-
-def _metadata(record: Any) -> Metadata:
-    """Make torch's objects of the records; what is missing or of another type raises an exception."""
-    fields = _fields(record, "Metadata")
-    return Metadata(
-        {str(name): _entry(name, value) for name, value in fields["state_dict_metadata"].items()},
-        storage_data={_index(key): _place(value) for key, value in fields["storage_data"].items()},
-    )
 
 
 def _entry(name: str, record: Any) -> STORAGE_TYPES:

@@ -135,7 +135,16 @@ class Saver(CheckpointedRun):
         self._finish_background_save(tolerant=final and not self.asks_to_stop)
         if self.account.step != step:
             try:
-                self._write(step, self._manifest(step, train_state), final)
+                manifest = self._manifest(step, train_state)
+                last = final and step == self.job.steps
+                if last and self.config.last_save_in_hf:
+                    self._write_huggingface(step, {**manifest, "holds": "hf"})
+                elif last and self.config.last_save_model_only:
+                    self._write_now(step, self._exported(), {**manifest, "holds": "model"})
+                elif final or self.config.async_mode == "disabled":
+                    self._write_now(step, self._everything(), manifest)
+                else:
+                    self._start_background_save(step, manifest)
             except (CheckpointException, OSError) as error:
                 allowed = not final and self._failed_in_a_row < self.config.max_failed_saves
                 self._record_failure(step, error, tolerant=allowed)
@@ -164,17 +173,6 @@ class Saver(CheckpointedRun):
         self._purger.shutdown(wait=True)
         self.folder.release()
         self.account.seconds += time.perf_counter() - started
-
-    def _write(self, step: int, manifest: dict[str, Any], final: bool) -> None:
-        last = final and step == self.job.steps
-        if last and self.config.last_save_in_hf:
-            self._write_huggingface(step, {**manifest, "holds": "hf"})
-        elif last and self.config.last_save_model_only:
-            self._write_now(step, self._exported(), {**manifest, "holds": "model"})
-        elif final or self.config.async_mode == "disabled":
-            self._write_now(step, self._everything(), manifest)
-        else:
-            self._start_background_save(step, manifest)
 
     def _write_now(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         started = time.perf_counter()

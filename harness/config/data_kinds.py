@@ -243,7 +243,18 @@ def check_mixture(data: DataConfig) -> None:
         if not _NAME.fullmatch(name) or name == STEP:
             rule = f"a name has letters, digits, _ and -, begins with a letter, and is not {STEP}"
             raise ConfigError("data.sources", name, rule, "web")
-        _check_source(data.sources[name], name)
+        source = data.sources[name]
+        field = f"data.sources.{name}"
+        if source.kind == "mixture":
+            rule = "a source is not a mixture itself"
+            raise ConfigError(f"{field}.kind", "mixture", rule, "its sources beside the others")
+        if source.kind in DATA_KINDS and DATA_KINDS[source.kind].batches != "tokens":
+            rule = "samples of a mixture are tokens"
+            raise ConfigError(f"{field}.kind", source.kind, rule, "data.kind without a mixture")
+        for shared, value in _given(source).items():
+            if shared in SHARED:
+                rule = "is set once, for all sources"
+                raise ConfigError(f"{field}.{shared}", value, rule, f"data.{shared}")
     for name, value in _given(data).items():
         if name not in (*MIXTURE_FIELDS, *SHARED):
             rule = "is a field of each source"
@@ -312,23 +323,6 @@ def _shares(data: DataConfig, weights: Mapping[str, float | Fraction]) -> dict[s
 
 def _without_step(change: Mapping[str, float]) -> dict[str, float]:
     return {name: weight for name, weight in change.items() if name != STEP}
-
-
-def _check_source(source: DataConfig, name: str) -> None:
-    if source.kind == "mixture":
-        rule = "a source is not a mixture itself"
-        raise ConfigError(
-            f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others"
-        )
-    if source.kind in DATA_KINDS and DATA_KINDS[source.kind].batches != "tokens":
-        rule = "samples of a mixture are tokens"
-        raise ConfigError(
-            f"data.sources.{name}.kind", source.kind, rule, "data.kind without a mixture"
-        )
-    for field, value in _given(source).items():
-        if field in SHARED:
-            rule = "is set once, for all sources"
-            raise ConfigError(f"data.sources.{name}.{field}", value, rule, f"data.{field}")
 
 
 def _check_weights(data: DataConfig) -> None:

@@ -240,7 +240,8 @@ def check_rules(config: Any, prefix: str = "") -> None:
         works = rule.get("works", as_typed(field.default) if has_default else "")
         if "written" in rule:
             check_written(name, value, rule["written"], works)
-        for element in _elements(value):
+        elements = list(value.values()) if isinstance(value, dict) else value
+        for element in elements if isinstance(elements, list) else [elements]:
             if not _breaks(element, rule):
                 continue
             shown = "''" if element == "" else element
@@ -291,12 +292,6 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
 def _is_file(path: Path) -> bool:
     # Unlike Path.exists, a folder that cannot be entered is no error.
     return os.path.exists(path) and not os.path.isdir(path)
-
-
-def _elements(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else [value]
 
 
 def _breaks(value: Any, rule: Any) -> bool:

@@ -229,7 +229,13 @@ class ParallelismConfig:
         self._validate_tensor(model, seq_len)
         self._validate_experts(model)
         self._validate_context(model)
-        self._validate_sequence(seq_len)
+        unit = self.sequence_unit
+        if seq_len % unit:
+            rule = (
+                f"must be a multiple of {unit}, for parallelism.cp={self.cp} and parallelism.tp={self.tp} "
+                "with their options cp_load_balance and sequence_parallel"
+            )
+            raise ConfigError("training.seq_len", seq_len, rule, [seq_len // unit * unit or unit])
         check_pipeline(self, model, local_batch_size, share)
 
     def _validate_tensor(self, model: ModelConfig, seq_len: int) -> None:
@@ -299,16 +305,6 @@ class ParallelismConfig:
             raise ConfigError(
                 "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring"
             )
-
-    def _validate_sequence(self, seq_len: int) -> None:
-        unit = self.sequence_unit
-        if seq_len % unit == 0:
-            return
-        rule = (
-            f"must be a multiple of {unit}, for parallelism.cp={self.cp} and parallelism.tp={self.tp} with "
-            "their options cp_load_balance and sequence_parallel"
-        )
-        raise ConfigError("training.seq_len", seq_len, rule, [seq_len // unit * unit or unit])
 
     def padded(self, length: int) -> int:
         """The shortest sequence of at least ``length`` tokens that the layout can split evenly."""

@@ -217,7 +217,8 @@ class TrainingConfig:
         local = self.local_batch_size
         size = self.global_batch_size
         if size is None:
-            size = (local or DEFAULT_LOCAL_BATCH) * replicas
+            of_rank = local or DEFAULT_LOCAL_BATCH
+            size = of_rank * replicas
         unit = replicas if local is None else replicas * local
         batches = [("training.global_batch_size", size)]
         batches += [("schedule.batch_size", batch) for batch in scheduled]

@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
     plain = load_manifest(folder, "tokenize", "corpus")
     try:
         shards = [from_dict(Shard, shard) for shard in plain["shards"]]
-        manifest = from_dict(Manifest, {**plain, "shards": []})
+        manifest: Manifest = from_dict(Manifest, {**plain, "shards": []})
         for shard in shards:
             if not is_file_name(shard.folder):
                 raise ValueError(f"{shard.folder!r} is no name of a folder in the corpus")

@@ -74,8 +74,12 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
             mp_policy=replace(policy, param_dtype=None) if casts else policy,
             offload_policy=offload,
         )
-        if casts:
-            _cast_by_copy(wrapped[0], dtype)
+        # A group on one rank gets gathered tensors of a dtype: torch copies its shards to them,
+        # which casts.
+        for parameters in parameter_groups(wrapped[0]) if casts else ():
+            for each in parameters.fsdp_params:
+                each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, each.device)
+                each.free_unsharded_param()
         for module in wrapped:
             # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
@@ -112,15 +116,6 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """Return FSDP's parameter groups of a module."""
     return list(module._get_fsdp_state()._fsdp_param_groups)
-
-
-def _cast_by_copy(module: FSDPModule, dtype: torch.dtype) -> None:
-    """Give a group on one rank gathered tensors of a dtype: torch copies its shards to them, which casts."""
-    for each in (
-        parameter for group in parameter_groups(module) for parameter in group.fsdp_params
-    ):
-        each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, each.device)
-        each.free_unsharded_param()
 
 
 class InPlace(ReduceScatter):

@@ -53,7 +53,15 @@ class Stage(PipelineStage):
                 module.unshard()
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type == "input":
-            self._check_all_found(result[1] or [])
+            # The weight pass must give every parameter a gradient.
+            found = set().union(*(group["params"] for group in result[1] or []))
+            named = [(name, p) for name, p in self.submod.named_parameters() if p.requires_grad]
+            if len(found) < len(named):
+                raise LostGradientError(
+                    name
+                    for name, parameter in named
+                    if _get_grad_fn_or_grad_acc(parameter) not in found
+                )
         return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -69,17 +77,6 @@ class Stage(PipelineStage):
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.submod.modules() if isinstance(module, FSDPModule)]
-
-    def _check_all_found(self, groups: list[dict[str, Any]]) -> None:
-        """Check that the weight pass will give every parameter a gradient."""
-        found = set().union(*(group["params"] for group in groups))
-        parameters = [(name, p) for name, p in self.submod.named_parameters() if p.requires_grad]
-        if len(found) < len(parameters):
-            raise LostGradientError(
-                name
-                for name, parameter in parameters
-                if _get_grad_fn_or_grad_acc(parameter) not in found
-            )
 
 
 def build_schedule(

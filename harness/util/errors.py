@@ -74,7 +74,10 @@ class ConfigError(UserError):
         self.rule = rule
         self.works = works if isinstance(works, str) else _listed(works)
         would_work = f"; would work: {self.works}" if self.works else ""
-        super().__init__(f"{one_line(field)}={one_line(_format_value(value))}: {rule}{would_work}")
+        shown = as_typed(value)
+        if len(shown) > LONGEST_VALUE:
+            shown = f"{shown[:LONGEST_VALUE]}... ({len(shown)} characters)"
+        super().__init__(f"{one_line(field)}={one_line(shown)}: {rule}{would_work}")
 
 
 def missing_package(error: BaseException) -> UserError | None:
@@ -130,16 +133,6 @@ def as_typed(value: object) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{as_typed(each) or repr(each)}' for key, each in value.items())}}}"
     return str(value)
-
-
-def _format_value(value: object) -> str:
-    """Format a value as typed; cut it if it is long."""
-    text = as_typed(value)
-    return (
-        text
-        if len(text) <= LONGEST_VALUE
-        else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
-    )
 
 
 def _listed(works: Iterable[object]) -> str:
