@@ -167,17 +167,23 @@ def test_no_folder_changes_without_a_sweep_over_labels(tmp_path):
             assert point.run_dir == point.job.run_dir
 
 
-def test_a_label_that_no_override_names_is_no_axis(tmp_path):
-    """Two files of a group that differ in labels only."""
-    groups = tmp_path / "conf"
-    for name, threads in (("few", 1), ("many", 2)):
-        path = groups / "threads" / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"# @package cluster\nthreads_per_rank: {threads}\n")
-    typed = [f"hydra.searchpath=[{groups}]", *COMMON, f"runs_dir={tmp_path}", "+threads=few,many"]
-    composed = compose_points(typed)
-    with one_line(UserError, r"\+threads=many: is the same run as .*; would work: these labels"):
-        unique_points(composed)
+@pytest.mark.parametrize(
+    ("axes", "same"),
+    rows("""
+        cluster=slurm cluster.env.A=1,2  cluster=slurm cluster.env.A='2','1'
+        tags=[a],[b] notes=x,y           notes='y',x tags=['b'],['a']
+        checkpoint=sync,async            checkpoint=async,sync
+        profiling=off,on                 profiling=on,off
+        cluster=slurm_h100,slurm_h200    cluster=slurm_h200,slurm_h100
+    """),
+)
+def test_a_sweep_typed_in_another_way_finds_its_folders(axes, same, tmp_path):
+    """Also one over a group whose options differ in labels only."""
+    found = []
+    for typed in (axes, same):
+        points = unique_points(compose_points([*COMMON[:4], f"runs_dir={tmp_path}", *typed.split()]))
+        found.append({point.run_dir for point in points})
+    assert found[0] == found[1] and len(found[0]) == (4 if " notes" in axes else 2)
 
 
 def test_points_of_one_label_run_apart(tmp_path, monkeypatch, capsys):
@@ -195,12 +201,14 @@ def test_points_of_one_label_run_apart(tmp_path, monkeypatch, capsys):
     assert ran == [1, 2]
     folder = SweepFolder.open(tmp_path / "n")
     names = ["cluster.threads_per_rank=1", "cluster.threads_per_rank=2"]
-    assert [each.overrides[-1] for each in folder.skipped()] == ["parallelism.tp=3"]
+    assert [each.overrides[-2:] for each in folder.skipped()] == [
+        [name, "parallelism.tp=3"] for name in names
+    ]
     out = capsys.readouterr().out
     assert all(f"{name}  completed" in out for name in names)
     assert sweep(tmp_path, *typed, common=COMMON) == run.resume(folder) == 0 and ran == [1, 2]
     values = [row.get("job.cluster.threads_per_rank") for row in of_sweep(folder)]
-    assert values == [1, 2, None]
+    assert values == [1, 2, None, None]
 
 
 def test_equal_jobs_are_one_point(tmp_path):

@@ -21,7 +21,7 @@ from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.metrics.jsonl import repair_tail
 from harness.run.folder import run_folders
-from harness.util.encoding import parse_object
+from harness.util.encoding import flat_items, parse_object
 from harness.util.errors import UserError
 from harness.util.files import LockedError, lock, sync_file
 
@@ -55,10 +55,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A point that is not a valid job, and the violated rule in one line."""
+    """A point that is not a valid job.
+
+    Attributes:
+        reason: the violated rule, in one line.
+        swept: its overrides of labels that are axes of the sweep.
+    """
 
     overrides: list[str]
     reason: str
+    swept: tuple[str, ...] = ()
 
 
 class SweepFolder:
@@ -116,7 +122,7 @@ class SweepFolder:
             if self._relative(point) not in there
         ]
         rows += [
-            {"skipped": each.reason, "overrides": each.overrides}
+            {"skipped": each.reason, "overrides": each.overrides, "swept": each.swept}
             for each in skipped
             if _identity(each) not in known
         ]
@@ -141,7 +147,9 @@ class SweepFolder:
     def skipped(self) -> list[Skipped]:
         """All skipped points, without duplicates."""
         found = [
-            Skipped(row["overrides"], row["skipped"]) for row in self._rows() if "skipped" in row
+            Skipped(row["overrides"], row["skipped"], tuple(row.get("swept", ())))
+            for row in self._rows()
+            if "skipped" in row
         ]
         # Of equal points the first is returned, at the place of the last.
         return list({_identity(each): each for each in reversed(found)}.values())[::-1]
@@ -172,8 +180,8 @@ class SweepFolder:
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
     texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
-    overrides = row.get("overrides")
-    texts += overrides if isinstance(overrides, list) else [None]
+    for overrides in (row.get("overrides"), row.get("swept", [])):
+        texts += overrides if isinstance(overrides, list) else [None]
     if not all(isinstance(text, str) for text in texts) or not row.get("run_dir", "").isprintable():
         raise ValueError("it is neither a point nor a skipped one")
     return row
@@ -262,7 +270,8 @@ def _label_fields() -> frozenset[str]:
 
 
 def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
-    return tuple(text for text in skipped.overrides if not sets_label(text)), skipped.reason
+    kept = [text for text in skipped.overrides if text in skipped.swept or not sets_label(text)]
+    return tuple(kept), skipped.reason
 
 
 COMMAND_LABELS = {
@@ -279,37 +288,44 @@ def unique_points(
 
     ``swept`` are labels: each of their values has a run of its own. None: ``swept_labels``.
     """
-    swept = swept_labels(composed) if swept is None else swept
+    swept = swept_labels([each.job for each in composed]) if swept is None else swept
     if of_command := COMMAND_LABELS.intersection(swept):
         rule = "configures the command, not its runs; would work: one value for all points"
         raise UserError(f"{min(of_command)}: {rule}")
     found: dict[Path, Point] = {}
     for each in composed:
-        path = run_dir_of(each, swept)
-        first = found.setdefault(path, Point(each.job.id, path, each.overrides, each.job))
-        if first.job != each.job:
-            raise UserError(
-                f"{' '.join(each.overrides)}: is the same run as {' '.join(first.overrides)}, which "
-                "another file gives labels; would work: these labels as axes, or a name of its own"
-            )
+        path = run_dir_of(each.job, swept)
+        found.setdefault(path, Point(each.job.id, path, each.overrides, each.job))
     return list(found.values())
 
 
-def swept_labels(composed: Sequence[Composed]) -> set[str]:
-    """Return the labels in which overrides of the same run folder differ."""
-    first: dict[Path, set[str]] = {}
-    differing: set[str] = set()
-    for each in composed:
-        own = set(filter(sets_label, each.overrides))
-        differing |= own ^ first.setdefault(each.job.run_dir, own)
-    return set(map(override_key, differing))
+def swept_labels(jobs: Sequence[Job]) -> set[str]:
+    """Return the labels that differ between jobs of the same run folder.
+
+    The name of a mapping ends with the key that differs.
+    """
+    first: dict[Path, dict[str, Any]] = {}
+    names = set()
+    for job in jobs:
+        values = _label_values(job)
+        other = first.setdefault(job.run_dir, values)
+        for name in {**other, **values}:
+            if values.get(name) != other.get(name):
+                names.add(name)
+    return names
 
 
-def run_dir_of(composed: Composed, swept: Collection[str]) -> Path:
+def run_dir_of(job: Job, swept: Collection[str]) -> Path:
     """Return the run folder of a point: that of its job, with a digest of the swept labels added."""
-    run_dir: Path = composed.job.run_dir
-    own = [override for override in composed.overrides if override_key(override) in swept]
-    if not own:
+    run_dir: Path = job.run_dir
+    if not swept:
         return run_dir
-    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()[:8]
+    values = _label_values(job)
+    pairs = [(name, values.get(name)) for name in sorted(swept)]
+    digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:8]
     return run_dir.with_name(f"{run_dir.name}-{digest}")
+
+
+def _label_values(job: Job) -> dict[str, Any]:
+    labels_of_job = {name: value for name, role, value in leaves(job) if role == LABEL}
+    return dict(flat_items(labels_of_job))

@@ -329,7 +329,7 @@ class Study:
         """Return the value of a point that has ended, or its failure."""
         if composed.job is None:
             return PointFailedError(f"not a valid job: {composed.reason}")
-        run_dir = run_dir_of(composed, self._swept)
+        run_dir = run_dir_of(composed.job, self._swept)
         [seen] = states_of([Point(composed.job.id, run_dir, composed.overrides)])
         if seen.state != "completed":
             return PointFailedError(f"{seen.state}: {seen.about}")

@@ -23,8 +23,10 @@ from harness.launch.sweep.folder import (
     Point,
     Skipped,
     SweepFolder,
+    constant_labels,
     folder_of,
     labels,
+    sets_label,
     unique_points,
 )
 from harness.metrics.console import progress
@@ -175,7 +177,12 @@ class Selection:
 def sweep(composed: Sequence[Composed]) -> int:
     """Run a multirun; return the exit code: 0 if all valid points are complete or submitted."""
     legal = [each for each in composed if each.job is not None]
-    skipped = [Skipped(each.overrides, each.reason) for each in composed if each.job is None]
+    constant = constant_labels([each.overrides for each in composed])
+    skipped = []
+    for each in composed:
+        if each.job is None:
+            swept = [text for text in each.overrides if sets_label(text) and text not in constant]
+            skipped.append(Skipped(each.overrides, each.reason, tuple(swept)))
     if not legal:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(
