@@ -27,7 +27,7 @@ def sweep(what: str, folder: Path, *, out_of_memory: bool) -> int:
         return resume(folder, out_of_memory=out_of_memory)
     if what == "cancel" and not out_of_memory:
         return cancel(folder)
-    works = f"resume or cancel; harness runs {folder}, which lists it, harness report {folder}"
+    works = f"resume, cancel, or harness runs {folder}, or harness report {folder}"
     typed = f"{what} --out-of-memory" if out_of_memory else what
     raise UserError(f"sweep {typed}: no such command; would work: {works}")
 
