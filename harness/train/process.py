@@ -32,22 +32,33 @@ def launched_ranks() -> int | None:
     """
     if "RANK" not in os.environ:
         return None
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    values = [os.environ.get(name, "0") for name in names]
-    numbers = [int(value) if value.isdecimal() else -1 for value in values]
-    rank, size, _, _, port = numbers
-    meets = size == 1 or (os.environ.get("MASTER_ADDR") and 0 < port < 65536)
-    if min(numbers) < 0 or rank >= size or not meets:
-        given = [
-            f"{name}={os.environ[name]}" for name in (*names, "MASTER_ADDR") if name in os.environ
-        ]
-        raise UserError(
-            f"{' '.join(given)}: RANK means that a launcher started this process, and these variables are "
-            f"not complete and possible; would work: torchrun, or {_WITHOUT_LAUNCHER}"
-        )
+    given = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0", **os.environ}
+    text = given.get("WORLD_SIZE", "")
+    size = int(text) if text.isdecimal() else 0
+    allowed = {
+        "WORLD_SIZE": range(1, MOST_RANKS),
+        "RANK": range(size),
+        "LOCAL_RANK": range(MOST_RANKS),
+        "LOCAL_WORLD_SIZE": range(MOST_RANKS),
+    }
+    if size > 1:
+        allowed["MASTER_PORT"] = range(1, 65536)
+    for name, numbers in allowed.items():
+        text = given.get(name, "")
+        if not text.isdecimal() or int(text) not in numbers:
+            rule = f"must be a whole number from {numbers[0]} to {numbers[-1]}"
+            raise _launcher_error(f"{name}={text}", rule)
+    if size > 1 and not given.get("MASTER_ADDR"):
+        raise _launcher_error("MASTER_ADDR", "must be given")
     return size
 
 
+def _launcher_error(variable: str, rule: str) -> UserError:
+    why = f"RANK={os.environ['RANK']} means that a launcher started this process"
+    return UserError(f"{variable}: {rule}; {why}; would work: torchrun, or {_WITHOUT_LAUNCHER}")
+
+
+MOST_RANKS = 2**31
 _WITHOUT_LAUNCHER = "env -u RANK -u WORLD_SIZE before the command, if no launcher started it"
 
 
