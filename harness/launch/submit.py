@@ -60,8 +60,12 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     sys.stdout.flush()
     if not job.cluster.wait:
         return EXIT_OK
-    point = Point(job.id, folder.path, overrides, job)
-    return EXIT_INTERRUPTED if follow_points([point], [job.name]) else _show_end(job, folder)
+    ends = follow_points([Point(job.id, folder.path, overrides, job)], [job.name])
+    if ends is None:
+        return EXIT_INTERRUPTED
+    if ends[0].is_damaged or ends[0].state == "blocked":
+        raise UserError(ends[0].reason)
+    return _show_end(job, folder)
 
 
 def _last_state(folder: RunFolder, submission: Submission) -> RunState:
@@ -169,8 +173,11 @@ def states_of(points: Sequence[Point]) -> list[RunState]:
     return seen
 
 
-def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
-    """Wait until no point is pending or running, printing changes; return whether the user interrupted it."""
+def follow_points(points: Sequence[Point], names: Sequence[str]) -> list[RunState] | None:
+    """Wait until no point is pending or running, printing changes; return their last states.
+
+    None if the user interrupted it.
+    """
     shown: dict[Path, str] = {}
     try:
         while True:
@@ -187,11 +194,11 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
                 shown[each.run_dir] = each.state
             # A job that is lost may yet be closed by the process that holds its folder.
             if not any(each.state in (*BUSY, "lost") and not each.is_damaged for each in seen):
-                return False
+                return seen
             time.sleep(FOLLOW_SECONDS)
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped following; the jobs continue\n")
-        return True
+        return None
 
 
 def _show_end(job: Job, folder: RunFolder) -> int:

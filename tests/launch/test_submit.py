@@ -176,6 +176,13 @@ def test_a_lost_job_gets_its_row(job, monkeypatch, capsys):
     assert f"without {job.run_dir}/slurm/12_0_log.out" in row["error.message"]
 
 
+def test_a_job_that_can_never_start_is_the_users_error(job, scheduler, monkeypatch):
+    blocked = Queued("12", f"one.{job.id}", "PENDING", "DependencyNeverSatisfied")
+    monkeypatch.setattr(slurm, "submit_script", lambda _: scheduler.append(blocked) or "12")
+    with one_line(UserError, "job 12 can never start: DependencyNeverSatisfied; would work: "):
+        followed(job, monkeypatch)
+
+
 @pytest.mark.parametrize(("state", "code"), [("completed", EXIT_OK), ("failed", EXIT_MACHINE)])
 def test_an_unreadable_row(job, monkeypatch, state, code):
     def end_meanwhile(wanted):

@@ -299,7 +299,7 @@ class Study:
                 raise KeyboardInterrupt
         while busy := self._busy(points):
             # A point that SLURM starts again is followed once more.
-            if follow_points(busy, labels([point.overrides for point in busy])):
+            if follow_points(busy, labels([point.overrides for point in busy])) is None:
                 raise KeyboardInterrupt
         values = [self._value(composed) for composed in batch]
         for index, value in enumerate(values):

@@ -311,7 +311,7 @@ def _finish(
         sys.stderr.write(f"harness runs {folder.path}\n")
         return EXIT_OK
     if waits and not stopped:
-        stopped = follow_points(points, names)
+        stopped = follow_points(points, names) is None
     seen = read_states([point.run_dir for point in points])
     sys.stdout.write(to_text(table_of(rows_of(points, seen))))
     sys.stdout.flush()
