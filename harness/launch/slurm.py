@@ -369,6 +369,10 @@ def _write_copy(copy: Path) -> None:
         (copy / folder).chmod(stat.S_IMODE((PACKAGE / folder).stat().st_mode) | stat.S_IRWXU)
 
 
+def _fail(error: OSError) -> None:
+    raise error
+
+
 @functools.cache
 def _code(package: Path) -> dict[Path, bytes]:
     """Read the code once, so that a copy matches its digest, by paths in the package.
@@ -378,18 +382,17 @@ def _code(package: Path) -> dict[Path, bytes]:
     found = {}
     works = "would work: a place outside of the package, or cluster.snapshot=false"
     try:
-        for path in sorted(package.rglob("*")):
-            inner = path.relative_to(package)
-            if any(name.startswith((".", "__pycache__")) for name in inner.parts):
-                continue
-            is_copied = path.suffix in _COPIED
-            if path.is_symlink() and (is_copied or path.is_dir()):
-                rule = "snapshots of the code do not follow symbolic links"
-                raise UserError(f"{path}: {rule}; {works}")
-            if is_copied and path.is_file():
-                found[inner] = path.read_bytes()
+        for folder, folders, files in os.walk(package, onerror=_fail):
+            folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+            copied = [name for name in files if name.endswith(_COPIED) and not name.startswith(".")]
+            for path in (Path(folder) / name for name in (*folders, *copied)):
+                if path.is_symlink():
+                    rule = "snapshots of the code do not follow symbolic links"
+                    raise UserError(f"{path}: {rule}; {works}")
+                if path.is_file():
+                    found[path.relative_to(package)] = path.read_bytes()
     except OSError as error:
         raise UserError(
             f"{package}: the code cannot be read for a snapshot: {error}; {works}"
         ) from None
-    return found
+    return dict(sorted(found.items()))

@@ -570,6 +570,19 @@ def test_links_are_refused(package, tmp_path, name, says):
         take_snapshot(tmp_path / "home")
 
 
+def test_a_folder_that_cannot_be_read_is_no_missing_code(package, tmp_path, monkeypatch):
+    scan = os.scandir
+
+    def scan_the_others(path):
+        if str(path).endswith("model"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_the_others)
+    with one_line(UserError, "the code cannot be read for a snapshot: .*Permission denied"):
+        take_snapshot(tmp_path / "home")
+
+
 @pytest.mark.parametrize(
     ("number", "says"),
     [(errno.ENOSPC, "disk full or quota exceeded"), (errno.EACCES, "Permission denied")],
