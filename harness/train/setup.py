@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ WAITING_SECONDS = 3.0
 """Time after which a rank says that it waits for others."""
 MEETING_SECONDS = 0.05
 """Time after which a rank asks again whether the others have come."""
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+"""File of the NVIDIA driver, on machines with one."""
 
 
 def local_rank() -> int:
@@ -54,7 +59,7 @@ def pick_device(job: Job) -> torch.device:
             f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no CUDA device on "
             f"{node_name()}"
         )
-        if wanted == "cuda" or count_gpus():
+        if wanted == "cuda" or (count_gpus() and DRIVER.is_file()):
             works = (
                 "cpu, or on a node with GPUs a build of torch for the CUDA that nvidia-smi shows"
             )

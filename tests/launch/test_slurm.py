@@ -37,6 +37,7 @@ from harness.launch.slurm_attempt import srun_command
 from harness.launch.state import SlurmJobRecord
 from harness.launch.submit import confirm, cost_in_words
 from harness.run.folder import RunFolder
+from harness.train import setup
 from harness.train.process import rank_environment
 from harness.train.setup import pick_device
 from harness.util.errors import ConfigError, MachineError, UserError
@@ -463,16 +464,18 @@ def test_a_script_without_a_run_folder_and_setup_that_bash_cannot_read(put, tmp_
 
 
 @pytest.mark.parametrize(
-    ("device", "visible", "built", "says"),
+    ("device", "visible", "driver", "built", "says"),
     rows("""
-        cuda  ''    '13.0'  built for CUDA 13.0, sees no CUDA device on node7; would work. cpu
-        auto  ''    '13.0'  null
-        cpu   '0'   '13.0'  null
-        auto  '0'   '13.0'  CUDA 13.0, sees no CUDA device.*a build of torch for
-        cuda  '0'   null    CUDA None, sees no CUDA device.*a build of torch for
+        cuda  ''   setup.py  '13.0'  built for CUDA 13.0, sees no CUDA device on node7; would work. cpu
+        auto  ''   setup.py  '13.0'  null
+        auto  '0'  none      '13.0'  null
+        cpu   '0'  setup.py  '13.0'  null
+        auto  '0'  setup.py  '13.0'  CUDA 13.0, sees no CUDA device.*a build of torch for
+        cuda  '0'  none      null    CUDA None, sees no CUDA device.*a build of torch for
     """),
 )
-def test_gpus_that_torch_cannot_use(device, visible, built, says, monkeypatch):
+def test_gpus_that_torch_cannot_use(device, visible, driver, built, says, monkeypatch):
+    monkeypatch.setattr(setup, "DRIVER", Path(setup.__file__).with_name(driver))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", built)
     monkeypatch.setenv("SLURMD_NODENAME", "node7")

@@ -181,7 +181,9 @@ def test_a_sweep_typed_in_another_way_finds_its_folders(axes, same, tmp_path):
     """Also one over a group whose options differ in labels only."""
     found = []
     for typed in (axes, same):
-        points = unique_points(compose_points([*COMMON[:4], f"runs_dir={tmp_path}", *typed.split()]))
+        points = unique_points(
+            compose_points([*COMMON[:4], f"runs_dir={tmp_path}", *typed.split()])
+        )
         found.append({point.run_dir for point in points})
     assert found[0] == found[1] and len(found[0]) == (4 if " notes" in axes else 2)
 
