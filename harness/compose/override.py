@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from harness.compose.paths import config_folders
 from harness.config.types import type_hints, without_null
@@ -15,8 +15,12 @@ SETTING = "hydra.searchpath"
 _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
-# A value that is read as it is: one with lists, mappings, functions, quotes or references.
-_HAS_SYNTAX = re.compile(r"[\[\]{}()'\"$\\]")
+# A quoted text, or what stands alone: an element of a list, sweep or function, or one of a mapping,
+# which follows its key.
+_QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
+_ALONE = r"(?P<text>[^\[\]{}(),'\"]+)(?=[,\])}]|$)"
+_OF_LIST = re.compile(rf"{_QUOTED}|(?P<before>^|[\[,(]){_ALONE}")
+_OF_MAPPING = re.compile(rf"{_QUOTED}|(?P<before>[{{,]\s*[\w.-]+\s*:|[\[,(]){_ALONE}")
 # A number or switch that Hydra would write in another way: 12.10 as 12.1, true as True. Not
 # integers.
 _NUMBER = re.compile(r"(?!(0|-?[1-9]\d*)$)[+-]?([\d.][\w.+-]*|(?i:true|false|nan|inf))")
@@ -54,22 +58,28 @@ class Override:
     def for_hydra(self, schema: type) -> str:
         """Return the override with the quotes that Hydra's grammar needs.
 
-        They are around options and texts that look like numbers (debug=nan), around characters that
-        are not ASCII, and around the complete value of a ``verbatim`` field. Elements of lists and
-        mappings are as typed.
+        They are around options and texts that look like numbers (debug=nan), around texts that are
+        not ASCII, also as elements of lists and mappings, and around the complete value of a
+        ``verbatim`` field.
         """
         value = self.value
         if value is None:
             return self.source
         if self.key in _verbatim_fields(schema):
             value = _verbatim(value)
-        elif not _HAS_SYNTAX.search(value):
-            is_text = self.key in config_folders().groups or _is_text(self.key, schema)
-            parts = value.split(",")
-            for index, part in enumerate(parts):
-                if (is_text and _NUMBER.fullmatch(part.strip())) or not part.isascii():
-                    parts[index] = f"'{part}'"
-            value = ",".join(parts)
+        elif "${" not in value:
+            is_text = self.key in config_folders().groups or _has_texts(self.key, schema)
+            # Functions other than choice() have arguments that are no texts: range(1.5,3).
+            takes_texts = is_text and ("(" not in value or value.startswith("choice("))
+
+            def with_quotes(match: re.Match[str]) -> str:
+                text = (match["text"] or "").strip()
+                if text.isascii() and not (takes_texts and _NUMBER.fullmatch(text)):
+                    return match[0]
+                return f"{match['before']}'{text}'"
+
+            element = _OF_MAPPING if "{" in value else _OF_LIST
+            value = element.sub(with_quotes, value)
         return f"{self.sign}{self.key}={value}"
 
 
@@ -104,7 +114,7 @@ def quoted(text: str) -> str:
 
 def _verbatim(value: str) -> str:
     """Quote a text, unless it is null or has Hydra's quotes: a quote inside has a backslash before it."""
-    if value == "null" or re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value, re.DOTALL):
+    if value == "null" or re.fullmatch(_QUOTED, value, re.DOTALL):
         return value
     return quoted(value.replace("${", "\\${"))
 
@@ -115,12 +125,14 @@ def _verbatim_fields(schema: type) -> set[str]:
 
 
 @functools.cache
-def _is_text(key: str, schema: type) -> bool:
-    """Whether a field is a text, or a key of a mapping of texts."""
+def _has_texts(key: str, schema: type) -> bool:
+    """Whether a field is a text, or a list or mapping of texts."""
     hint: Any = schema
     for name in key.split("."):
         if dataclasses.is_dataclass(hint):
             hint = without_null(type_hints(hint).get(name))  # type: ignore[arg-type]
         else:  # of a mapping
             hint = (get_args(hint) or (None,))[-1]
+    while get_origin(hint) in (dict, list):
+        hint = get_args(hint)[-1]
     return hint is str

@@ -145,12 +145,35 @@ def test_a_value_has_an_effect_in_some_point_of_a_sweep():
     "text", ["12.10", "12e4567", "1e-4", "1_000", "+5", "true", "NaN", "a:1.10"]
 )
 def test_a_text_is_what_was_typed(text):
-    made = compose_job([f"name={text}", "cluster=slurm", f"cluster.env.A={text}"])
-    assert (made.name, made.cluster.env) == (text, {"A": text})
+    typed = [
+        f"name={text}",
+        f"tags=[{text}, {text}]",
+        "cluster=slurm",
+        f"cluster.env={{A: {text},B:x,C:{text}}}",
+    ]
+    made = compose_job(typed)
+    assert (made.name, made.tags) == (text, [text, text])
+    assert made.cluster.env == {"A": text, "B": "x", "C": text}
+    assert compose_job(["cluster=slurm", f"cluster.env.A={text}"]).cluster.env == {"A": text}
     assert [point.job.name for point in compose_points([f"name={text},{text}b"])] == [
         text,
         f"{text}b",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "tags"),
+    [
+        ("[ä, b]", [["ä", "b"]]),
+        ("[true,'x,1.50']", [["true", "x,1.50"]]),
+        ("[a,lr:1.50]", [["a", "lr:1.50"]]),
+        ("[1.50],[ ü b ,1]", [["1.50"], ["ü b", "1"]]),
+        ("choice([1.0],[nan])", [["1.0"], ["nan"]]),
+    ],
+)
+def test_elements_of_lists_are_what_was_typed(value, tags):
+    points = compose_points([f"tags={value}"])
+    assert [point.job.tags for point in points] == tags
 
 
 def test_a_changed_file_is_composed_again(tmp_path):
