@@ -188,12 +188,17 @@ GLOBAL = "# @package _global_\n"
         (
             "experiment=mine",
             f"{GLOBAL}defaults:\n  - override /parallelism: fsdpp",
-            "In 'train': Could not find 'parallelism/fsdpp'; Available options in 'parallelism':; cp; ddp; ",
+            "parallelism=fsdpp: no such option; options: cp, ddp, ",
+        ),
+        (
+            "cluster=mine",
+            "defaults:\n  - slurmm",
+            "cluster=slurmm (in cluster/mine.yaml): no such option; options: ",
         ),
         (
             "experiment=mine",
             f"{GLOBAL}defaults:\n  - /parallelism: fsdp",
-            "Multiple values for parallelism. To override a value use 'override parallelism: fsdp'",
+            "parallelism: two files choose an option of it; would work: '- override /parallelism: OPTION'",
         ),
         (
             "experiment=mine",

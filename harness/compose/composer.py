@@ -204,7 +204,8 @@ class Composer:
         for override in overrides:
             parsed = self._hydra.parse(override, self.schema)
             if parsed.is_sweep_override():
-                raise UserError(f"{override.source}: {SWEPT}")
+                rule = RANGE if parsed.is_interval_sweep() else SWEPT
+                raise UserError(f"{override.source}: {rule}")
             key = parsed.get_key_element()
             group = parsed.key_or_group
             if override.sets_search_path:
@@ -297,6 +298,7 @@ SWEPT = (
     "has several values; would work: -m to run one job for each, [...] around a list, quotes around one "
     "text with commas"
 )
+RANGE = "is a range to choose from; would work: -m sweep=optuna, or one value"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ _HIDDEN = (
     "Config search path",
     "provider=",
 )
+MULTIPLE = "Multiple values for "
 MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
@@ -33,7 +34,7 @@ def user_errors() -> Iterator[None]:
 
 def _to_user_error(error: Exception) -> UserError:
     import yaml
-    from hydra.errors import OverrideParseException
+    from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
 
     for cause in chain_of(error, suppressed=True):
@@ -44,6 +45,17 @@ def _to_user_error(error: Exception) -> UserError:
         if isinstance(cause, OverrideParseException):
             works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
             return UserError(f"{cause.override}: cannot be read: {text}; would work: {works}")
+        if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
+            group, _, option = str(cause.missing_cfg_file).rpartition("/")
+            # Hydra names the primary file also where another one overrides the option.
+            file = text.split("'")[1]
+            place = "" if file == "train" else f" (in {file}.yaml)"
+            options = ", ".join(cause.options or ())
+            return UserError(f"{group}={option}{place}: no such option; options: {options}")
+        if text.startswith(MULTIPLE):
+            group = text.removeprefix(MULTIPLE).partition(". To override")[0]
+            works = f"'- override /{group}: OPTION' in a file, {group}=OPTION without +"
+            return UserError(f"{group}: two files choose an option of it; would work: {works}")
         if isinstance(cause, OmegaConfBaseException):
             key = "" if cause.full_key is None else str(cause.full_key)
             return UserError(f"{key}: {text}" if key and key not in text else text)
