@@ -38,7 +38,7 @@ class Mistake:
 
 def read_mistakes(text):
     """Read ``mistakes.txt``, whose head describes it."""
-    found: list[Mistake] = []
+    found = []
     for line in re.sub(r"<(\d+) (\w+)>", lambda long: int(long[1]) * long[2], text).splitlines():
         rule = re.fullmatch(r"(.*?) +(:|=>) (.*)", line)
         if not line or line.startswith("#"):

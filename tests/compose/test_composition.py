@@ -154,7 +154,6 @@ def test_a_text_is_what_was_typed(text):
     made = compose_job(typed)
     assert (made.name, made.tags) == (text, [text, text])
     assert made.cluster.env == {"A": text, "B": "x", "C": text}
-    assert compose_job(["cluster=slurm", f"cluster.env.A={text}"]).cluster.env == {"A": text}
     assert [point.job.name for point in compose_points([f"name={text},{text}b"])] == [
         text,
         f"{text}b",
@@ -166,7 +165,6 @@ def test_a_text_is_what_was_typed(text):
     [
         ("[ä, b]", [["ä", "b"]]),
         ("[true,'x,1.50']", [["true", "x,1.50"]]),
-        ("[a,lr:1.50]", [["a", "lr:1.50"]]),
         ("[1.50],[ ü b ,1]", [["1.50"], ["ü b", "1"]]),
         ("choice([1.0],[nan])", [["1.0"], ["nan"]]),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
 
 import pytest
 from one_line import one_line
@@ -152,7 +151,7 @@ def test_files_that_are_not_used_are_named(own):
 
 def ran(arguments, monkeypatch):
     """Run a verb in this process; return its job and overrides, or its points."""
-    found: list[Any] = []
+    found = []
     monkeypatch.setattr(sys, "argv", ["harness", *arguments])
     with pytest.raises(SystemExit) as ended:
         Verb(

@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from one_line import one_line
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
-from harness.config.job import Job
 from harness.config.slurm import minutes_of
 from harness.launch import faults, queue
 from harness.launch import slurm as slurm_module
@@ -98,13 +96,9 @@ exec PYTHON -u -m harness.launch.batch HOME --code HOME/code/DIGEST
 """
 
 
-Put = Callable[..., Path]
-
-
 def job(*overrides):
     cluster = [] if any(each.startswith("cluster=") for each in overrides) else ["cluster=slurm"]
-    made: Job = compose_job(["training.global_batch_size=64", *cluster, *overrides])
-    return made
+    return compose_job(["training.global_batch_size=64", *cluster, *overrides])
 
 
 def script(home, *jobs, planned=False):
@@ -113,22 +107,25 @@ def script(home, *jobs, planned=False):
 
 def test_the_script_is_this_one(tmp_path):
     made = job(
-        *("model=llama3_8b", "parallelism=fsdp_tp", "parallelism.dp_shard=8", "parallelism.tp=4"),
-        *(
-            "cluster=slurm_h100",
-            "cluster.account=pretraining",
-            "cluster.partition=gpu",
-            "cluster.qos=high",
-        ),
-        *(
-            "cluster.constraint='hbm80&ib'",
-            "cluster.exclude='node[13-14]'",
-            "cluster.time=4-00:00:00",
-        ),
-        *("cluster.gpu_type=h100", "cluster.signal_seconds=300", "cluster.sbatch={mail-type: END}"),
-        *("cluster.setup=['module load cuda']", "cluster.env.NCCL_DEBUG=INFO"),
+        "model=llama3_8b",
+        "parallelism=fsdp_tp",
+        "parallelism.dp_shard=8",
+        "parallelism.tp=4",
+        "cluster=slurm_h100",
+        "cluster.account=pretraining",
+        "cluster.partition=gpu",
+        "cluster.qos=high",
+        "cluster.constraint='hbm80&ib'",
+        "cluster.exclude='node[13-14]'",
+        "cluster.time=4-00:00:00",
+        "cluster.gpu_type=h100",
+        "cluster.signal_seconds=300",
+        "cluster.sbatch={mail-type: END}",
+        "cluster.setup=['module load cuda']",
+        "cluster.env.NCCL_DEBUG=INFO",
         "cluster.env.GREETING='two words'",
-        *("cluster.socket_ifname=bond0", "cluster.ib_hca='mlx5_0,mlx5_3'"),
+        "cluster.socket_ifname=bond0",
+        "cluster.ib_hca='mlx5_0,mlx5_3'",
     )
     text = Submission([made], [tmp_path], tmp_path, f"{made.name}.{made.id}").script()
     digest = snapshot_path(tmp_path).name
@@ -574,14 +571,10 @@ def test_links_are_refused(package, tmp_path, name, says):
 
 
 def test_a_folder_that_cannot_be_read_is_no_missing_code(package, tmp_path, monkeypatch):
-    scan = os.scandir
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-    def scan_the_others(path):
-        if str(path).endswith("model"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", scan_the_others)
+    monkeypatch.setattr(os, "scandir", denied)
     with one_line(UserError, "the code cannot be read for a snapshot: .*Permission denied"):
         take_snapshot(tmp_path / "home")
 

@@ -26,9 +26,8 @@ SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml") if path.s
 def jobs_of(space, *overrides):
     """Return the jobs of a space, and the reasons of its skipped points."""
     points = compose_points([f"sweep={space}", *overrides])
-    return [each.job for each in points if each.job], [
-        each.reason for each in points if not each.job
-    ]
+    jobs = [each.job for each in points if each.job]
+    return jobs, [each.reason for each in points if not each.job]
 
 
 @pytest.fixture(autouse=True)

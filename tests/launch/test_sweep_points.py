@@ -42,11 +42,8 @@ def point(folder, name):
 
 def points(folder, *typed):
     """Points of SLURM, each in the folder of its job."""
-    jobs = [
-        (each.job, each.overrides)
-        for each in compose_points([*ON_SLURM, f"runs_dir={folder}", *typed])
-    ]
-    return [Point(job.id, job.run_dir, overrides, job) for job, overrides in jobs]
+    composed = compose_points([*ON_SLURM, f"runs_dir={folder}", *typed])
+    return [Point(each.job.id, each.job.run_dir, each.overrides, each.job) for each in composed]
 
 
 def sweep(folder, *typed, common=ON_SLURM):
@@ -265,8 +262,8 @@ def test_a_point_that_never_began_gets_the_labels_of_the_last_command(
 
 def most_at_once(arrays):
     """Return the maximum number of points that run at once, given SLURM's limits and dependencies."""
-    chains: dict[int, int] = {}
-    first: dict[int, int] = {}
+    chains = {}
+    first = {}
     for index, array in enumerate(arrays):
         first[index] = index if array.after is None else first[array.after]
         running = min(array.at_once, len(array.points))

@@ -189,7 +189,7 @@ def test_rows_are_written_when_the_next_step_is_launched(
 
 def recorded_order(monkeypatch):
     """What a run does from now on: it launches passes, and writes rows by their steps and validations."""
-    order: list[str] = []
+    order = []
     gradients, log = Engine.gradients, Recorder.log
 
     def launch(*args, **options):

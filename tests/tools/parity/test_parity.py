@@ -236,7 +236,7 @@ PLANTED_BEHIND = [
 )
 def test_an_error_behind_right_gradients_is_found(pool, plant, name, typed, first):
     job, config = layout(name, *typed.split()), ParityConfig(steps=6)
-    longer: dict[str, Trace] = {}
+    longer = {}
     require_agreement(LayoutComparer(pool, config, longer).verdict(name, job))
     verdict = LayoutComparer(planted.PlantedPool(pool, plant), config, longer).verdict(name, job)
     assert not verdict.passed

@@ -137,7 +137,7 @@ def saved_by_autograd(job, layer):
     known = [*part.parameters(), part.rope, part.positions]
     own = {tensor.untyped_storage().data_ptr() for tensor in known}
     x_BTC = torch.randn(job.local_batch_size, job.training.seq_len, job.model.dim, dtype=dtype)
-    saved: dict[int, int] = {}
+    saved = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()

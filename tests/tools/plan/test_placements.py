@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -57,7 +56,7 @@ def check_rank(job, planned, names):
         ), name
     stages = planned.stages
     if job.parallelism.pp > 1:
-        schedule: Any = build_schedule(job, mesh, parts, TokenLoss(job.model.vocab_size, None), CPU)
+        schedule = build_schedule(job, mesh, parts, TokenLoss(job.model.vocab_size, None), CPU)
         stages = tuple(
             each.stage_index for each in getattr(schedule, "_stages", None) or [schedule._stage]
         )

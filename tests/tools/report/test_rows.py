@@ -8,7 +8,6 @@ import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpu_cases import report_rows
@@ -269,7 +268,7 @@ def test_differing_models_are_summarized(tmp_path):
 
 
 def test_losses_of_runs(tmp_path, monkeypatch):
-    runs: dict[tuple[str, ...], list[tuple[int, float]]] = {
+    runs = {
         ("optimizer.lr=1e-3", "training.seed=1"): [(1, 3.0), (2, 2.0), (3, 1.5)],
         ("optimizer.lr=1e-3", "training.seed=2"): [
             (1, 3.2),
@@ -282,7 +281,7 @@ def test_losses_of_runs(tmp_path, monkeypatch):
     }
     for typed, losses in runs.items():
         leave_run(tmp_path, "model=llama3_tiny", *typed, losses=losses)
-    figures: list[Any] = []
+    figures = []
     monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
     control = "lr=1e-3 (2 seeds)"
     for smooth, seeds in ((1, [3.1, 2.1, 1.6]), (2, [3.1, 2.6, 1.85])):
@@ -318,7 +317,7 @@ def test_what_a_picture_of_losses_leaves_out(losses, above, tmp_path, monkeypatc
     for seed, run in enumerate(losses):
         lr = f"optimizer.lr={seed + 1}e-3"
         leave_run(tmp_path, "model=llama3_tiny", lr, losses=enumerate(run, start=1))
-    figures: list[Any] = []
+    figures = []
     monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
     assert plots.losses(tmp_path / "x.png", "t", load(tmp_path))
     axis = figures[0].axes[0]

@@ -117,7 +117,7 @@ def test_recorded_values_are_those_of_the_modules():
 
     decoder = random_model(changed("qwen3_moe_debug", mup__base_dim=16))
     tokens, _ = batch(decoder.config)
-    inputs: dict[str, tuple[torch.Tensor, ...]] = {}
+    inputs = {}
     attention, router = decoder.blocks[0].attention, decoder.mixtures[0].router
     attention.inner.register_forward_hook(lambda _, given, __: inputs.update(scores=given))
     router.register_forward_hook(lambda _, given, __: inputs.update(router=given))
