@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+from harness.compose.overrides import LISTED
 from harness.config.failures import chain_of
 from harness.util.errors import UserError
 
@@ -52,8 +53,9 @@ def _to_user_error(error: Exception) -> UserError:
             place = "" if file == "train" else f" (in {file}.yaml)"
             options = ", ".join(cause.options or ())
             return UserError(f"{group}={option}{place}: no such option; options: {options}")
-        if text.startswith(MULTIPLE):
-            group = text.removeprefix(MULTIPLE).partition(". To override")[0]
+        group = text.removeprefix(MULTIPLE).partition(". To override")[0]
+        # No other file chooses an experiment, so Hydra's words are about what was typed.
+        if text.startswith(MULTIPLE) and group not in LISTED:
             works = f"'- override /{group}: OPTION' in a file, {group}=OPTION without +"
             return UserError(f"{group}: two files choose an option of it; would work: {works}")
         if isinstance(cause, OmegaConfBaseException):
