@@ -40,13 +40,18 @@ def resolve(job: J, *, launched_ranks: int | None = None, gpus: int | None = Non
     check_rules(job)
     if (scaled := scale(job)) is not job:
         return resolve(scaled, launched_ranks=launched_ranks, gpus=gpus)
+    return resolve_layout(resolve_rest(job), launched_ranks=launched_ranks, gpus=gpus)
+
+
+def resolve_rest(job: J) -> J:
+    """The part of ``resolve`` that no layout or batch has an effect on, once the fields keep their rules."""
     job.validate_folder()
     job.cluster.validate()
     job.schedule.validate_phases()
     if job.feeds_model:
         objective = objective_of(job.model)
         job = dataclasses.replace(job, **objective.resolve(job.training, job.validation, job.model))
-    return resolve_layout(job, launched_ranks=launched_ranks, gpus=gpus)
+    return job
 
 
 def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | None = None) -> J:

@@ -7,7 +7,6 @@ microbatches that wait for their backward, the gradients so far, and the peak of
 added, except where CUDA's allocator does so (``RankStep.memory``).
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from harness.config.job import Job
@@ -19,7 +18,7 @@ from harness.tools.plan.memory_parts import ActivationBytes
 from harness.tools.plan.order import passes_of_rank
 from harness.tools.plan.parameters import muon_update, parameters_of
 from harness.tools.plan.plan import KINDS, RankMemory
-from harness.tools.plan.stage_memory import Bytes, StageMemory, heaviest, kinds_apart
+from harness.tools.plan.stage_memory import Bytes, heaviest, kinds_apart, stage_memory
 from harness.util.hardware import Accelerator
 from harness.util.words import GIB
 
@@ -92,7 +91,7 @@ class RankStep:
         self.offloaded = activations.offloads
         self.gradients = 0.0 if self.offloaded else float(self.parameters.parameter_bytes)
         self.stages = {
-            stage: StageMemory(activations, stage, held)
+            stage: stage_memory(activations, stage, held)
             for stage, held in self.parameters.modules.items()
         }
         resident = sorted(stage.resident for stage in self.stages.values())
@@ -180,32 +179,34 @@ class RankStep:
             # allocated.
             reducing = max(stage.reduction for stage in self.stages.values())
             yield now | {"gradients": every, "reducing": reducing}
-        # Before the passes of each stage and kind, without the pass's microbatch. Those that find
-        # gradients of their stage are apart.
-        moments: dict[tuple[int, str, bool], list[Bytes]] = defaultdict(list)
+        # The fullest moment before the passes of each stage and kind, without the pass's microbatch.
+        # Passes that find gradients of their stage are apart.
+        fullest: dict[tuple[int, str, bool], tuple[float, Bytes]] = {}
         ended = set[int]()
         order = passes_of_rank(layout, self.job.model.n_layers, self.job.microbatches, self.pp_rank)
         for number, kind, *_ in order:
             stage = self.stages[number]
             if kind != "F":
-                now = plus(now, stage.kept_for_weights if kind == "W" else stage.kept, -1)
-            moments[number, kind, number in ended].append(now)
+                add(now, stage.kept_for_weights if kind == "W" else stage.kept, -1)
+            alike = number, kind, number in ended
+            size = sum(now.values())
+            if alike not in fullest or size > fullest[alike][0]:
+                fullest[alike] = size, dict(now)
             # What a microbatch keeps: before its backward, before its second half, and after it.
             if kind == "F":
-                now = plus(now, stage.kept)
+                add(now, stage.kept)
             elif kind == "I":
-                now = plus(now, stage.kept_for_weights)
+                add(now, stage.kept_for_weights)
             else:
                 if self.software.keeps_outputs:
-                    now = plus(now, stage.left)
+                    add(now, stage.left)
                 if number not in ended and not reduces and not unsharded:
-                    now = plus(now, {"gradients": stage.accumulated})
+                    add(now, {"gradients": stage.accumulated})
                 ended.add(number)
-        for (number, kind, again), alike in moments.items():
-            fullest = heaviest(alike)
+        for (number, kind, again), (_, before) in fullest.items():
             there = again or (later and scatters == reduces)
             for peak in self.stages[number].peaks(kind, there, not reduces):
-                yield plus(fullest, peak)
+                yield plus(before, peak)
 
     def _rounding(self) -> float:
         """Temporary memory of torch's updates, and of ours: value, means, gradient and root in float32."""
@@ -218,8 +219,12 @@ class RankStep:
         return 2 * largest if optimizer.implementation == "for-loop" else 0.0
 
 
-def plus(first: Bytes, second: Bytes, times: int = 1) -> Bytes:
+def plus(first: Bytes, second: Bytes) -> Bytes:
     both = dict(first)
-    for kind, size in second.items():
-        both[kind] = both.get(kind, 0.0) + times * size
+    add(both, second)
     return both
+
+
+def add(moment: Bytes, more: Bytes, times: int = 1) -> None:
+    for kind, size in more.items():
+        moment[kind] = moment.get(kind, 0.0) + times * size

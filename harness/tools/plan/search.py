@@ -215,7 +215,7 @@ class Search:
             passes.setdefault((point.local_batch_size, point.microbatch_size), point)
         for point in passes.values():
             try:
-                point.legal_job(self.space.base)
+                point.job(self.space.base)
                 return None
             except ConfigError as error:
                 first = first or error
@@ -271,17 +271,18 @@ class Search:
             # Its first rank is enough: of a family that fits, all ranks would be computed for nothing.
             # The smallest passes may be illegal: then other points say what fits.
             with suppress(ConfigError):
-                self._ranks_that_fit(least, least.legal_job(self.space.base), ranks=1)
+                self._ranks_that_fit(least, least.job(self.space.base), ranks=1)
         for _, _, known in self._short[point.family]:
             if known.rows <= point.rows and known.saved <= point.saved:
                 self.too_large += 1
                 return
         try:
-            ranks = self._ranks_that_fit(point, point.legal_job(self.space.base))
+            job = point.job(self.space.base)
+            ranks = self._ranks_that_fit(point, job)
             if ranks is None:
                 self.too_large += 1
                 return
-            plan = make_plan(point.job(self.space.base), self.calibration, ranks)
+            plan = make_plan(job, self.calibration, ranks)
         except ConfigError as error:
             self._count_illegal(error)
             return

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from harness.compose.length import with_length
 from harness.compose.override import parse
-from harness.compose.resolve import resolve, resolve_layout
+from harness.compose.resolve import resolve_layout, resolve_rest
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.config.parallelism import AXES, ParallelismConfig
 from harness.config.pipeline import SCHEDULES, fitting_layers_per_stage, num_stages
+from harness.config.texts import validate_texts
 from harness.model.architecture import resolve_model
 from harness.util.errors import ConfigError, divisors
 
@@ -110,11 +111,7 @@ class LayoutPoint(NamedTuple):
         return replace(base, **moved)
 
     def job(self, base: Job) -> Job:
-        """Return ``base`` with this point's layout and execution, resolved; ConfigError if not legal."""
-        return resolve(self.job_unchecked(base), gpus=gpus_of(base))
-
-    def legal_job(self, base: Job) -> Job:
-        """Like ``job``, without the rules that no layout has an effect on."""
+        """Return a space's ``base`` with this layout and execution, resolved; ConfigError if not legal."""
         return resolve_layout(self.job_unchecked(base), gpus=gpus_of(base))
 
     def job_unchecked(self, base: Job) -> Job:
@@ -151,7 +148,7 @@ class Space:
     """All candidates of a search for a job."""
 
     base: Job
-    """The job; only fields that do not depend on the layout are resolved."""
+    """The job; only fields that do not depend on the layout are resolved, and only their rules checked."""
     world: int
     """Number of ranks."""
     typed: frozenset[str]
@@ -169,15 +166,14 @@ class Space:
             ConfigError: a field that all points share is not legal, or the number of ranks or the
                 global batch size is unknown.
         """
-        base.cluster.validate()
+        validate_texts(base)
         base.precision.validate()
         optimizer = base.optimizer.resolve(base.precision.master_dtype, base.precision.param_dtype)
         base = replace(base, model=resolve_model(base.model), optimizer=optimizer)
         if base.training.global_batch_size is None:
             rule = "a search compares layouts at one batch, and null gives every layout its own"
             raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")
-        base.schedule.validate_phases()
-        base = with_length(base)
+        base = with_length(resolve_rest(base))
         used = prod(max(degree, 1) for degree in base.parallelism.degrees.values())
         cluster = base.cluster
         searched = used if used > 1 else None

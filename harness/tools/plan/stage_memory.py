@@ -291,3 +291,18 @@ class StageMemory(Memo):
                 unsharded += module.gradients  # they are reduced with those of another module
             if not gradients_there:
                 shards += module.sharded
+
+
+def stage_memory(
+    activations: ActivationBytes, stage: int, held: Mapping[str, HeldModule]
+) -> StageMemory:
+    """The memory of a stage; stages of a job with equal blocks share it."""
+    checkpointing = activations.job.activation_checkpoint
+    blocks = [
+        (module.name, checkpointing.covers(int(name.removeprefix("layers."))))
+        if name.startswith("layers.")
+        else name
+        for name, module in held.items()
+    ]
+    key = "stage", stage > 0, *blocks
+    return activations.once(key, lambda: StageMemory(activations, stage, held))

@@ -54,18 +54,25 @@ class StepModel:
         self.worker = Worker(job, machine)
         known: dict[object, tuple[BlockPasses, Sharing]] = {}
         self.blocks = []
+        keys: dict[str, object] = {}
         for layer, kind in enumerate(block_kinds(job.model)):
             key = kind, job.activation_checkpoint.covers(layer)
             if key not in known:
                 known[key] = self.worker.block(layer), sharing_of_block(job, machine, layer)
             self.blocks.append(known[key])
+            keys[f"layers.{layer}"] = key
         self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
         self.gathering = set[Action]()
         """Passes that find their stage's parameters freed."""
         if self.layout.pp > 1 and self.layout.reshards_after_forward:
             self.gathering.update(*map(gathering_passes, self.order))
-        modules = split_modules(self.layout, job.model.n_layers)
-        self.stages = [self._stage(names) for names in modules]
+        self.stages = []
+        alike: dict[object, StageTimes] = {}
+        for names in split_modules(self.layout, job.model.n_layers):
+            stage = tuple(keys.get(name, name) for name in names)
+            if stage not in alike:
+                alike[stage] = self._stage(names)
+            self.stages.append(alike[stage])
 
     def _stage(self, names: list[str]) -> StageTimes:
         """The passes of a stage, and FSDP around them.

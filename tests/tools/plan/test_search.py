@@ -56,7 +56,7 @@ def legal_points(space):
     legal = []
     for point in points_of(space):
         with suppress(ConfigError):
-            point.legal_job(space.base)
+            point.job(space.base)
             legal.append(point)
     return legal
 
@@ -117,7 +117,7 @@ def planned(*overrides):
     return space, {key_of(job): make_plan(job) for job in every_job(space.base, space.world)}
 
 
-def test_the_space_is_every_legal_job():
+def test_the_space_is_every_job():
     space, plans = planned(*BRUTE)
     jobs = [point.job(space.base) for point in legal_points(space)]
     found = [key_of(job) for job in jobs]
