@@ -74,7 +74,7 @@ class PlanJob(Job):
 
     def _validate_plan(self) -> None:
         asked = [name for name in ALONE if getattr(self, name) not in (None, False)]
-        if self.picture is not None and asked not in ([], ["search"]):
+        if self.picture is not None and not {"search", "rehearse"}.issuperset(asked):
             asked.append("picture")
         if len(asked) > 1:
             rule = f"cannot be combined with {asked[1]}"

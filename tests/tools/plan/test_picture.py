@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from harness.compose.composer import compose_job
 from harness.model.accounting import account
+from harness.tools.plan.config import PlanJob
 from harness.tools.plan.picture import draw
 from harness.tools.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed
 
@@ -61,3 +62,8 @@ def test_memory_and_timeline(tmp_path, monkeypatch):
     draw(str(tmp_path / "plan.png"), plan_of(timeline=False, limit=None))
     [memory] = figures[1].axes
     assert not memory.lines and len(memory.patches) == 4
+
+
+def test_a_picture_beside_a_search_or_a_rehearsal(tmp_path):
+    for asked in ("search=true", "rehearse=true"):
+        compose_job([asked, f"picture={tmp_path}/a.png"], config_name="plan", schema=PlanJob)
