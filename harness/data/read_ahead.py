@@ -48,6 +48,7 @@ class ReaderPool:
         self._chunk_tokens = max(chunk_tokens, LEAST_CHUNK_TOKENS)
         self._num_processes = min(processes, len(readers))
         self._workers: dict[int, Worker] = {}
+        self._begins: dict[int, Position] = {}
         self.close()
 
     def reader(self, row: int) -> RowReader:
@@ -55,12 +56,19 @@ class ReaderPool:
         return _PoolReader(**vars(self._readers[row]), pool=self)
 
     def read(self, row: int, position: Position) -> Iterator[TokenizedDocument]:
-        """Yield the documents of ``row`` from ``position`` on, without end, until the pool is closed.
+        """Return the documents of ``row`` from ``position`` on, without end, until the pool is closed.
+
+        The first document that is read of any row sends this, so that all rows are opened at the
+        same time.
 
         Raises:
             DataError: the documents cannot be read.
             MachineError: the row's process has died.
         """
+        self._begins[row] = position
+        return self._documents(row)
+
+    def _documents(self, row: int) -> Iterator[TokenizedDocument]:
         if not self._workers:
             rows = list(self._readers)
             workers = [Worker(**_ENVIRONMENT) for _ in range(self._num_processes)]
@@ -68,14 +76,14 @@ class ReaderPool:
                 readers = {each: self._readers[each] for each in rows[first :: len(workers)]}
                 worker.send((_serve, readers, self._chunk_tokens))
                 self._workers |= dict.fromkeys(readers, worker)
-        for _ in range(self._requested[row]):
-            self._receive(row)  # from an earlier position
-        begin: Position | None = position
+        for each, position in self._begins.items():
+            for _ in range(self._requested[each]):
+                self._receive(each)  # from an earlier position
+            self._request(each, position)
+        self._begins = {}
         while True:
             while self._requested[row] < CHUNKS_AHEAD:
-                self._workers[row].send((row, begin))
-                self._requested[row] += 1
-                begin = None
+                self._request(row, None)
             documents, error = self._receive(row)
             yield from documents
             if error is not None:
@@ -88,6 +96,10 @@ class ReaderPool:
         self._workers = {}
         self._requested = dict.fromkeys(self._readers, 0)
         self._chunks: dict[int, deque[Chunk]] = {row: deque() for row in self._readers}
+
+    def _request(self, row: int, position: Position | None) -> None:
+        self._workers[row].send((row, position))
+        self._requested[row] += 1
 
     def _receive(self, row: int) -> Chunk:
         """Return the next chunk of a row; its process also sends those of its other rows."""
