@@ -280,14 +280,15 @@ def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManage
 
 @contextmanager
 def errors_of_source(name: str) -> Iterator[None]:
-    """Context manager that names the source in errors, and its field: ``data.sources.<name>.paths``."""
+    """Context manager that names the source in errors, and its fields: ``data.sources.<name>.paths``."""
     source = f"data.sources.{name}"
+    own_field = re.compile(rf"\bdata\.(?!{'|'.join(SHARED)})")
     try:
         yield
     except ConfigError as error:
-        leaf = error.field.removeprefix("data.")
-        field = error.field if leaf in (error.field, *SHARED) else f"{source}.{leaf}"
-        raise ConfigError(field, error.value, f"{source}: {error.rule}", error.works) from error
+        field = own_field.sub(f"{source}.", error.field)
+        works = own_field.sub(f"{source}.", error.works.replace("data=", "data.kind="))
+        raise ConfigError(field, error.value, f"{source}: {error.rule}", works) from error
     except DataError as error:
         raise DataError(f"{source}: {error}") from error
 

@@ -182,8 +182,9 @@ def test_errors_of_a_source_name_its_fields():
     """Shared fields stay."""
     for error, said in (
         (
-            ConfigError("data.dtype", 0, "no", "data=tokens data.dtype=null"),
-            r"data.sources.web.dtype=0: data\.sources\.web: no; would work: data=tokens data.dtype=null",
+            ConfigError("data.dtype", 0, "no", "data=a data.dtype=b data.prefetch=1"),
+            r"data.sources.web.dtype=0: data\.sources\.web: no; "
+            r"would work: data.sources.web.kind=a data.sources.web.dtype=b data.prefetch=1",
         ),
         (
             ConfigError("data.prefetch", 0, "too few"),

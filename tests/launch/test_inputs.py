@@ -116,7 +116,7 @@ ALONE = ("data.attend_across_documents=false", "tokenizer=bytes")
         (
             (*MIXTURE, "data.sources.b={paths: [{here}/a.jsonl]}"),
             r"data\.sources\.b: data\.paths=.*: harness tokenize with .* then "
-            r"data=tokens 'data\.paths=.*, or data\.tokenize_limit_gib=null",
+            r"data\.sources\.b\.kind=tokens 'data\.sources\.b\.paths=.*, or data\.tokenize_limit_gib=null",
         ),
         (
             ("data=mixture", f"data.sources.b={CHAT}", "data.weights.b=1", *ALONE),
