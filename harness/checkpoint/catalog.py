@@ -269,6 +269,9 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
     version = manifest.get("format")
     if version != FORMAT:
         raise DamagedCheckpoint(f"{MANIFEST} has format {version}, and this version reads {FORMAT}")
+    for key in ("step", "files", "state", "options"):
+        if key not in manifest:
+            raise DamagedCheckpoint(f"{MANIFEST} is damaged: it has no {key}")
     return manifest
 
 

@@ -184,8 +184,9 @@ def as_a_folder(manifest):
         ),
         (lambda manifest: manifest.write_bytes(TOO_DEEP), "nested deeper than"),
         (as_a_folder, ""),
+        (lambda manifest: manifest.write_bytes(encode_manifest({})), "damaged: it has no step"),
     ],
-    ids=range(3),
+    ids=range(4),
 )
 def test_the_checkpoint_before_is_used(damage, says, tmp_path):
     write_checkpoint(tmp_path, 2, encode_manifest(manifest_of(2)))
