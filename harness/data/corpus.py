@@ -178,6 +178,13 @@ def read_manifest(folder: Path) -> Manifest:
         for shard in shards:
             if not is_file_name(shard.folder):
                 raise ValueError(f"{shard.folder!r} is no name of a folder in the corpus")
+        if manifest.tokenizer["vocab_size"] < 1 or not manifest.tokenizer["fingerprint"]:
+            raise ValueError("its tokenizer has no tokens, or no fingerprint")
+        for split in SPLITS:
+            total = manifest.counts.tokens[split]
+            held = sum(shard.counts.tokens[split] for shard in shards)
+            if held != total:
+                raise ValueError(f"{total} {split} tokens, and its shards have {held}")
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(
             f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}"

@@ -211,6 +211,8 @@ DAMAGES = {
     "has format version '1'; this": lambda: changed("1", "version"),
     "ValueError: '/etc' is no name": lambda: changed("/etc", "shards", 0, "folder"),
     "ValueError: '../x' is no": lambda: changed("../x", "shards", 1, "folder"),
+    "KeyError: 'vocab_size'": lambda: changed({}, "tokenizer"),
+    "ValueError: 1 train tokens, and its": lambda: changed(1, "counts", "tokens", "train"),
 }
 
 
