@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -151,8 +151,8 @@ class ConversationTokenizer(Tokenizer):
             _labelled(each, learned) for each, (_, learned) in zip(marked, rendered, strict=True)
         ]
 
-    def encode_in_pieces(self, text: str) -> Iterator[list[int]]:
-        yield self.encode(text)
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[list[int]]:
+        yield self.encode("".join(parts))
 
     def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
         return self._tokenizer.encode_marked(texts)

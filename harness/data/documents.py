@@ -32,6 +32,9 @@ from harness.util.files import matching
 
 ROWS_PER_READ = 256
 _BLOCK_BYTES = 1 << 20
+_PART_BYTES = 1 << 24
+LONG_FILE_BYTES = 1 << 26
+"""A longer text file is read in parts."""
 LONGEST_LINE = 100_000_000
 """Bytes of a line of JSON; a longer one is no document, and would fill the memory."""
 EMPTY = "holds no text: every document is empty"
@@ -53,6 +56,32 @@ class Span:
     begin: int
     end: int | None
     nbytes: int
+
+
+class LongText:
+    """The text of a file that may not fit into memory, in parts."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __len__(self) -> int:
+        """About the number of characters; of a compressed file at least ``LONG_FILE_BYTES``."""
+        return max(LONG_FILE_BYTES, self._file.stat().st_size)
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        position = 0
+        with _readable(self._file), open_file(self._file) as content:
+            is_last = False
+            while not is_last:
+                block = content.read(_PART_BYTES)
+                is_last = len(block) < _PART_BYTES
+                # A character that the last block has cut waits in the decoder.
+                begin = position - len(decoder.getstate()[0])
+                position += len(block)
+                yield _decoded(
+                    block, str(self._file), begin, partial(decoder.decode, final=is_last)
+                )
 
 
 class Source(Protocol):
@@ -78,10 +107,10 @@ class Source(Protocol):
     def spans(self, unit_bytes: int) -> Iterator[Span]:
         """Yield all of it in parts, of at most about ``unit_bytes`` where it can be cut."""
 
-    def read(self, span: Span) -> Iterator[str]:
+    def read(self, span: Span) -> Iterator[str | LongText]:
         """Yield the text of every document of a span, including empty ones."""
 
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[str | LongText]:
         """Yield every document's text, including empty ones."""
         for span in self.spans(sys.maxsize):
             yield from self.read(span)
@@ -272,9 +301,9 @@ class LocalFiles(Source):
             else:
                 yield from cut(str(file), row_groups(file), size, unit_bytes)
 
-    def read(self, span: Span) -> Iterator[str]:
+    def read(self, span: Span) -> Iterator[str | LongText]:
         file = Path(span.name)
-        try:
+        with _readable(file):
             format = self.format_of(file)
             if format == "jsonl":
                 yield from self.read_jsonl(file, span)
@@ -283,12 +312,11 @@ class LocalFiles(Source):
             else:
                 # bytes, not text mode: newlines stay as they are
                 with open_file(file) as content:
-                    text = content.read()
+                    text = content.read(LONG_FILE_BYTES)
                 if self.config.format == "auto":
                     _refuse_json(file, text)
-                yield _decoded(text, str(file))
-        except _DAMAGED_FILE as error:
-            raise DataError(f"{file} cannot be read: {describe(error)}") from error
+                is_long = len(text) == LONG_FILE_BYTES
+                yield LongText(file) if is_long else _decoded(text, str(file))
 
     def format_of(self, file: Path) -> str:
         return self.config.format if self.config.format != "auto" else format_of(file)
@@ -333,10 +361,21 @@ class LocalFiles(Source):
                     yield self.document_of(row, where)
 
 
-def _decoded(content: bytes, where: str, start: int = 0) -> str:
-    """Decode a document that begins at byte ``start`` of the file."""
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raise DataError where a file cannot be read."""
     try:
-        return content.decode("utf-8")
+        yield
+    except _DAMAGED_FILE as error:
+        raise DataError(f"{file} cannot be read: {describe(error)}") from error
+
+
+def _decoded(
+    content: bytes, where: str, start: int = 0, decode: Callable[[bytes], str] = bytes.decode
+) -> str:
+    """Decode a document, or a part, that begins at byte ``start`` of the file."""
+    try:
+        return decode(content)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8 at byte {start + error.start}{' of the file' if start else ''}; would "

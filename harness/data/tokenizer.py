@@ -4,7 +4,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -86,9 +86,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``[encode(text) for text in texts]``, in parallel where that is faster."""
 
-    def encode_in_pieces(self, text: str) -> Iterator[list[int]]:
-        """Yield ``encode(text)`` in consecutive pieces, which needs less memory for a long text."""
-        for piece in split_long_text(text, self.encode):
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Any]:
+        """Yield ``encode("".join(parts))`` in consecutive pieces, which needs less memory for a long text."""
+        for piece in split_long_text(parts, self.encode):
             yield from self.encode_batch([piece])
 
     def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
@@ -168,20 +168,24 @@ def fingerprint_of(kind: str, content: bytes) -> str:
     return f"{kind}/{hashlib.sha256(content).hexdigest()}"
 
 
-def split_long_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
-    """Yield consecutive parts of a text, of about ``PIECE_CHARS`` characters.
+def split_long_text(parts: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[str]:
+    """Yield a text that comes in parts in pieces of about ``PIECE_CHARS`` characters.
 
     A cut is made at the beginning of a line if the 1,000 characters on either side encode to the
-    same ids separately and together. If no such line is found, the rest is one part.
+    same ids separately and together. Text without such a line is one piece.
     """
-    begin = 0
-    while len(text) - begin > 2 * PIECE_CHARS:
-        end = _find_cut(text, begin + PIECE_CHARS, encode)
-        if end is None:
-            break
-        yield text[begin:end]
-        begin = end
-    yield text[begin:]
+    text = ""
+    for part in parts:
+        text += part
+        begin = 0
+        while len(text) - begin > 2 * PIECE_CHARS:
+            end = _find_cut(text, begin + PIECE_CHARS, encode)
+            if end is None:
+                break
+            yield text[begin:end]
+            begin = end
+        text = text[begin:]
+    yield text
 
 
 def _find_cut(text: str, first: int, encode: Callable[[str], list[int]]) -> int | None:
@@ -247,6 +251,9 @@ class BytesTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Any]:
+        return (np.frombuffer(part.encode(), dtype=np.uint8) for part in parts)
 
     def num_bytes(self, ids: list[int]) -> list[int]:
         return [1] * len(ids)
@@ -392,8 +399,14 @@ class TiktokenTokenizer(Tokenizer):
         encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=self.num_threads))
         return [list(chain.from_iterable(islice(encoded, len(cut)))) for cut in parts]
 
-    def encode_in_pieces(self, text: str) -> Iterator[list[int]]:
-        return map(self._encoding.encode_ordinary, _cut_long_runs(text))
+    def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Any]:
+        text = ""
+        for part in parts:
+            text += part
+            end = len(text) - len(text) % _MAX_CHARS
+            yield from map(self._encoding.encode_ordinary, _cut_long_runs(text[:end]))
+            text = text[end:]
+        yield from map(self._encoding.encode_ordinary, _cut_long_runs(text))
 
     def num_bytes(self, ids: list[int]) -> list[int]:
         return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from harness.config.data import TokenizerConfig
-from harness.data.documents import Source, Span
+from harness.data.documents import LongText, Source, Span
 from harness.data.tokenizer import Tokenizer, build_tokenizer, with_bos_eos
 from harness.data.workers import Workers
 from harness.util.encoding import json_digest
@@ -171,7 +171,7 @@ def write_unit(
                     starts.append(num_tokens)
                     numbers.append(number)
                     for ids in pieces:
-                        file.write(array(dtype.char, ids).tobytes())
+                        file.write(np.asarray(ids, dtype=dtype).tobytes())
                         num_tokens += len(ids)
                 advance(sum(len(text) for _, text in batch))
             sync_file(file)
@@ -189,7 +189,7 @@ def remove_unit(folder: Path, unit: Unit) -> None:
         (folder / f"{unit.key}.{kind}").unlink(missing_ok=True)
 
 
-Batch = list[tuple[int, str]]
+Batch = list[tuple[int, str | LongText]]
 
 
 def _encoded(batch: Batch, tokenizer: Tokenizer) -> Iterator[tuple[int, Iterable[Sequence[int]]]]:
@@ -199,14 +199,16 @@ def _encoded(batch: Batch, tokenizer: Tokenizer) -> Iterator[tuple[int, Iterable
         before, after = (
             [] if end is None else [[end]] for end in (tokenizer.bos_id, tokenizer.eos_id)
         )
-        yield number, chain(before, tokenizer.encode_in_pieces(text), after)
+        parts = [text] if isinstance(text, str) else text
+        yield number, chain(before, tokenizer.encode_in_pieces(parts), after)
         return
-    encoded = tokenizer.encode_batch([text for _, text in batch])
+    texts = [text for _, text in batch if isinstance(text, str)]  # a long one is alone
+    encoded = tokenizer.encode_batch(texts)
     for (number, _), ids in zip(batch, encoded, strict=True):
         yield number, [with_bos_eos(ids, tokenizer)]
 
 
-def _batches(documents: Iterable[tuple[int, str]]) -> Iterator[Batch]:
+def _batches(documents: Iterable[tuple[int, str | LongText]]) -> Iterator[Batch]:
     """Yield the nonempty documents in lists of at most CHARS_PER_BATCH, to bound the memory of tokenizing.
 
     A longer document is a list of its own.

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from one_line import one_line
 from processes import workers_of_this_process
 
 import harness.data.cache as cache
+import harness.data.documents as documents
 import harness.data.tokenizing as tokenizing
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
@@ -94,6 +96,24 @@ def test_units_of_any_size_and_any_processes_give_the_same_cache(
     monkeypatch.setattr(tokenizing, "CHARS_PER_BATCH", 100)
     assert tokenized(config, tokenize_workers=processes) == expected(documents, config)
     assert not workers_of_this_process()
+
+
+@pytest.mark.parametrize("config", [PLAIN, PYTHON])
+@pytest.mark.parametrize("opened", [gzip.open, open])
+def test_a_text_file_that_is_long_is_read_in_parts(config, opened, monkeypatch):
+    monkeypatch.setattr(documents, "LONG_FILE_BYTES", 3000)
+    monkeypatch.setattr(documents, "_PART_BYTES", 1001)
+    long = "".join(texts(300))
+    name = "a.txt.gz" if opened is gzip.open else "a.txt"
+    for content, damage in [(long, b""), (long, b"\xe2\x98"), (long, b"\xff" + 2000 * b"x")]:
+        with opened(name, "wb") as file:
+            file.write(content.encode() + damage)
+        if damage:
+            with one_line(DataError, f"not UTF-8 at byte {len(content.encode())} of the file"):
+                tokenized(config)
+        else:
+            assert tokenized(config) == expected([long], config)
+        shutil.rmtree("cache")
 
 
 def test_a_larger_fraction_holds_out_the_same_documents_and_more():

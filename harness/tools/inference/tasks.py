@@ -67,11 +67,12 @@ class Documents:
         source, kept = _source(setting)
         self.source = source.name
         self.split = setting.split
-        for index, text in enumerate(source.documents()):
-            if not text or not kept(index):
+        for index, document in enumerate(source.documents()):
+            if not document or not kept(index):
                 continue
             if self.documents == setting.limit:
                 break
+            text = document if isinstance(document, str) else "".join(document)
             tokens = with_bos_eos(setting.tokenizer.encode(text), setting.tokenizer)
             prefix = setting.prefix if setting.tokenizer.bos_id is None else []
             self.rows += windows([*prefix, *tokens], setting.window, setting.stride)
