@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -396,14 +397,15 @@ class CorpusWriter(ShardWriter):
                 held = np.array(
                     [is_held_out(number, self.held_out) for number in numbers], dtype=bool
                 )
-                lengths = np.diff(index.starts, append=index.num_tokens)
-                for split, chosen in (("train", ~held), ("validation", held)):
-                    ids = tokens[np.repeat(chosen, lengths)]
-                    ends = counts[split] + lengths[chosen].cumsum()
+                starts = np.append(index.starts, index.num_tokens)
+                # Runs of documents of one split are copied from the map, whatever their length.
+                firsts = np.flatnonzero(np.diff(held, prepend=~held[:1])).tolist()
+                for first, end in pairwise([*firsts, len(held)]):
+                    split = "validation" if held[first] else "train"
                     of_tokens, of_starts = files[split]
-                    of_tokens.write(ids.data)
-                    of_starts.write((ends - lengths[chosen]).tobytes())
-                    counts[split] += len(ids)
+                    of_tokens.write(tokens[starts[first] : starts[end]].data)
+                    of_starts.write((starts[first:end] - starts[first] + counts[split]).tobytes())
+                    counts[split] += int(starts[end] - starts[first])
                 document += index.num_documents
         meta = {
             "dtype": self._dtype.name,
