@@ -347,8 +347,8 @@ def test_a_large_vocabulary_gets_wider_tokens():
         vocab_size = 2**16 + 1
         fingerprint = "large"
 
-        def encode(self, text):
-            return [2**16]
+        def encode_in_pieces(self, parts):
+            yield [2**16]
 
     write_documents("a")
     assert opened().tokens.dtype == np.uint16
