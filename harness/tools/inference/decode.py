@@ -54,18 +54,33 @@ class TextStream:
     def add(self, token: int) -> str:
         """Add a token; return the text that can be shown since the last call."""
         self._ids.append(token)
-        self._decode(last=False)
-        return self._show(last=False)
+        return self._advance(last=False)
 
     def finish(self) -> str:
         """Return the rest of the text."""
+        return self._advance(last=True)
+
+    def _advance(self, *, last: bool) -> str:
+        """Decode what is complete; return what was not shown, and cannot begin a stop string."""
         if not self.is_stopped:
-            self._decode(last=True)
-        return self._show(last=True)
+            self._decode(last=last)
+        unshown = self.text[self._shown :]
+        held = 0
+        if not last and not self.is_stopped:
+            for stop in self._stops:
+                for count in range(held + 1, len(stop)):
+                    if unshown.endswith(stop[:count]):
+                        held = count
+        self._shown = len(self.text) - held
+        return unshown[: len(unshown) - held]
 
     def _decode(self, *, last: bool) -> None:
         full = self._tokenizer.decode(self._ids[self._start :])
-        kept = full if last else _complete(full)
+        kept = full
+        if not last:
+            # Undecodable bytes at the end, which later tokens can complete.
+            undecodable = len(full) - len(full.rstrip(UNFINISHED))
+            kept = full[: len(full) - min(undecodable, LONGEST_CHARACTER - 1)]
         self.text += kept[self._taken :]
         self._taken = max(self._taken, len(kept))
         if kept == full:
@@ -76,30 +91,6 @@ class TextStream:
         if found:
             self.text = self.text[: min(found)]
             self.is_stopped = True
-
-    def _show(self, *, last: bool) -> str:
-        """Text that was not shown; without an end that may be the beginning of a stop string."""
-        end = len(self.text)
-        if not last and not self.is_stopped:
-            end -= max(
-                (_overlap(self.text[self._shown :], stop) for stop in self._stops), default=0
-            )
-        shown = self.text[self._shown : end]
-        self._shown = end
-        return shown
-
-
-def _complete(text: str) -> str:
-    """Text without undecodable bytes at its end that later tokens can complete."""
-    undecodable = len(text) - len(text.rstrip(UNFINISHED))
-    return text[: len(text) - min(undecodable, LONGEST_CHARACTER - 1)]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop`` begins with."""
-    return next(
-        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
-    )
 
 
 # B: sequences, T: tokens of a prompt, N: new tokens, V: vocabulary
@@ -285,79 +276,75 @@ def generate_texts(
         batch = numbered[start : start + config.batch_size * replicas]
         mine = batch[model.mesh.data_rank :: replicas]
         # Every rank takes part in every pass: one without a prompt of its own repeats the first.
-        made = _Batch(mine or batch[:1], tokenizer, config, show=shows)
-        made.run(passes, outcome)
+        made = _generate_batch(passes, mine or batch[:1], tokenizer, outcome, show=shows)
         if mine and is_first:
-            outcome.texts += made.texts
-    return _joined(model.ranks.gather(outcome))
+            outcome.texts += made
+    outcomes = model.ranks.gather(outcome)
+    texts = chain.from_iterable(each.texts for each in outcomes)
+    joined = GeneratedTexts(sorted(texts, key=attrgetter("number")))
+    for name in SECONDS:
+        setattr(joined, name, max(getattr(each, name) for each in outcomes))
+    return joined
 
 
-class _Batch:
-    """Prompts that are generated together on this rank."""
+@torch.no_grad()
+def _generate_batch(
+    passes: Passes,
+    numbered: Sequence[tuple[int, Prompt]],
+    tokenizer: Tokenizer,
+    outcome: GeneratedTexts,
+    *,
+    show: bool,
+) -> list[Generated]:
+    """Generate after these prompts until every text has ended, and add to the outcome's durations.
 
-    def __init__(
-        self,
-        numbered: Sequence[tuple[int, Prompt]],
-        tokenizer: Tokenizer,
-        config: GenerateConfig,
-        *,
-        show: bool,
-    ) -> None:
-        self.most = config.max_new_tokens
-        self.show = show
-        ends = {tokenizer.eos_id, *(prompt.end_of_turn for _, prompt in numbered)}
-        self.ends = ends if config.stop_at_end else set()
-        self.prompts = [prompt.ids for _, prompt in numbered]
-        self.streams = [TextStream(tokenizer, prompt, config.stop) for prompt in self.prompts]
-        self.texts = [
-            Generated(number, prompt.text, len(prompt.ids)) for number, prompt in numbered
-        ]
+    All ranks call it together, those of one data-parallel position with the same prompts.
+    """
 
-    @torch.no_grad()
-    def run(self, passes: Passes, outcome: GeneratedTexts) -> None:
-        """Generate until every sequence has ended, and add to the outcome's durations.
-
-        All ranks call it together, those of one data-parallel position with the same prompts.
-        """
-        self._print(self.texts[0].prompt)
-        model = passes.model
-        open_rows = set(range(len(self.prompts)))
-        started = prefilled = time.perf_counter()
-        new = passes.begin(self.prompts, [text.number for text in self.texts], self.most)
-        for left in reversed(range(self.most)):
-            # A GPU computes the next pass, perhaps in vain, while the host looks at the tokens of
-            # this one.
-            ahead = passes.next() if left and model.device.type != "cpu" else None
-            chosen = new.read().tolist()
-            open_rows = {row for row in sorted(open_rows) if self._add(row, chosen[row])}
-            if left == self.most - 1:
-                prefilled = time.perf_counter()
-            if not left or _all_ended(not open_rows, model):
-                break
-            new = ahead or passes.next()
-        outcome.prefill_seconds += prefilled - started
-        outcome.decode_seconds += time.perf_counter() - prefilled
-        for text, stream in zip(self.texts, self.streams, strict=True):
-            self._print(f"{stream.finish()}\n")
-            text.text = stream.text
-            if stream.is_stopped:  # perhaps by characters that were complete only now
-                text.ended_by = STOP
-
-    def _add(self, row: int, token: int) -> bool:
-        """Take a token; return whether the text goes on."""
-        text = self.texts[row]
-        stream = self.streams[row]
-        text.tokens.append(token)
-        if token in self.ends:
-            text.ended_by = END
-            return False
-        self._print(stream.add(token))
-        return not stream.is_stopped
-
-    def _print(self, text: str) -> None:
-        if self.show:
+    def say(text: str) -> None:
+        if show:
             sys.stdout.write(text)
             sys.stdout.flush()
+
+    model = passes.model
+    config = passes.sampler.config
+    most = config.max_new_tokens
+    prompts = [prompt.ids for _, prompt in numbered]
+    texts = [Generated(number, prompt.text, len(prompt.ids)) for number, prompt in numbered]
+    streams = [TextStream(tokenizer, prompt, config.stop) for prompt in prompts]
+    ends: set[int | None] = set()
+    if config.stop_at_end:
+        ends = {tokenizer.eos_id, *(prompt.end_of_turn for _, prompt in numbered)}
+    say(texts[0].prompt)
+    open_rows = list(range(len(texts)))
+    started = prefilled = time.perf_counter()
+    new = passes.begin(prompts, [number for number, _ in numbered], most)
+    for left in reversed(range(most)):
+        # A GPU computes the next pass, perhaps in vain, while the host looks at the tokens of
+        # this one.
+        ahead = passes.next() if left and model.device.type != "cpu" else None
+        chosen = new.read().tolist()
+        for row in list(open_rows):
+            texts[row].tokens.append(chosen[row])
+            if chosen[row] in ends:
+                texts[row].ended_by = END
+            else:
+                say(streams[row].add(chosen[row]))
+            if texts[row].ended_by == END or streams[row].is_stopped:
+                open_rows.remove(row)
+        if left == most - 1:
+            prefilled = time.perf_counter()
+        if not left or _all_ended(not open_rows, model):
+            break
+        new = ahead or passes.next()
+    outcome.prefill_seconds += prefilled - started
+    outcome.decode_seconds += time.perf_counter() - prefilled
+    for text, stream in zip(texts, streams, strict=True):
+        say(f"{stream.finish()}\n")
+        text.text = stream.text
+        if stream.is_stopped:  # perhaps by characters that were complete only now
+            text.ended_by = STOP
+    return texts
 
 
 def _all_ended(ended: bool, model: InferenceModel) -> bool:
@@ -367,12 +354,3 @@ def _all_ended(ended: bool, model: InferenceModel) -> bool:
     running = torch.tensor(int(not ended))
     dist.all_reduce(running, group=model.ranks.group)
     return running.item() == 0
-
-
-def _joined(outcomes: Sequence[GeneratedTexts]) -> GeneratedTexts:
-    """One outcome of all ranks: all texts, and the longest durations."""
-    texts = sorted(chain(*(outcome.texts for outcome in outcomes)), key=attrgetter("number"))
-    joined = GeneratedTexts(texts)
-    for name in SECONDS:
-        setattr(joined, name, max(getattr(outcome, name) for outcome in outcomes))
-    return joined
