@@ -6,10 +6,10 @@ import ctypes
 import os
 import sys
 import tempfile
+import traceback
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from harness.config.job import Job
 from harness.tools.plan.config import DEFAULT
@@ -95,7 +95,7 @@ class VirtualGpu:
 
     def _observe(self, how: bytes) -> None:
         """Record a wait; the library calls this on the thread that waits."""
-        self._waits[how.decode(), place_in_code(_caller())] += 1
+        self._waits[how.decode(), place_in_code()] += 1
 
 
 def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
@@ -120,26 +120,16 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
     )
 
 
-def _caller() -> FrameType | None:
-    """Return the innermost Python frame outside of this file; None on a thread without Python code."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame
-
-
-def place_in_code(frame: FrameType | None) -> str:
-    """Return file and line of the innermost frame in harness/, else of the innermost frame."""
-    innermost = frame
-    while frame is not None:
+def place_in_code() -> str:
+    """Return file and line of the innermost frame in harness/, else of the innermost one elsewhere."""
+    innermost = ""
+    for frame, line in traceback.walk_stack(sys._getframe()):
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE) and not path.startswith(_OWN):
-            return f"{os.path.relpath(path, _PACKAGE)}:{frame.f_lineno}"
-        frame = frame.f_back
-    if innermost is None:
-        return "no Python code"
-    path = innermost.f_code.co_filename
-    return f"{path.split('site-packages/')[-1]}:{innermost.f_lineno}"
+            return f"{os.path.relpath(path, _PACKAGE)}:{line}"
+        if path != __file__ and not innermost:
+            innermost = f"{path.split('site-packages/')[-1]}:{line}"
+    return innermost or "no Python code"
 
 
 # KiB of shared memory of a multiprocessor (CUDA C++ programming guide, table of compute
