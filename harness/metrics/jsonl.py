@@ -30,8 +30,7 @@ class MetricsFile:
 
     def write(self, row: Row) -> None:
         """Append one row."""
-        line = dumps(row).encode() + b"\n"
-        self._file.write(line)
+        self._file.write(dumps(row).encode() + b"\n")
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
@@ -40,7 +39,7 @@ class MetricsFile:
         Damaged lines are dropped too, with a note, after the file was added to a copy.
         """
         rows, damaged = read_rows(self.path)
-        kept = [row for row in rows if _step(row) <= step]
+        kept = [row for row in rows if row.get("step", 0) <= step]
         if damaged:
             copy = self.path.with_suffix(".damaged.jsonl")
             with copy.open("ab") as file:  # after that of an earlier start
@@ -87,12 +86,6 @@ def read_rows(path: Path) -> tuple[list[Row], list[int]]:
     rows = [_row(line) for line in lines]
     damaged = [number for number, row in enumerate(rows[:-1], start=1) if row is None]
     return [row for row in rows if row is not None], damaged
-
-
-def _step(row: Row) -> int:
-    """Step of a row; 0 if it has none."""
-    step = row.get("step", 0)
-    return step if isinstance(step, int) else 0
 
 
 def _gaps(path: Path, damaged: list[int]) -> str:

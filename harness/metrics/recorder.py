@@ -46,7 +46,12 @@ class Recorder:
         self._show_notes()
         self._tell(lambda console: console.begin(metrics))
         for name, options in self._run.config.shown.items():
-            self._add_view(name, options)
+            try:
+                kind = VIEWS[name]
+                typed = None if kind.options is None else kind.options(**options)
+                self._views.append(load_attribute(kind.view)(replace(self._run, options=typed)))
+            except Exception as error:  # see _switched_off
+                self._switched_off(name, error)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step or a validation, with its ``step``. Views leave out None."""
@@ -85,14 +90,6 @@ class Recorder:
         except Exception as error:  # see _switched_off
             self._console = PlainConsole(0, None)
             self._switched_off("console", error)
-
-    def _add_view(self, name: str, options: dict[str, Any]) -> None:
-        try:
-            kind = VIEWS[name]
-            typed = None if kind.options is None else kind.options(**options)
-            self._views.append(load_attribute(kind.view)(replace(self._run, options=typed)))
-        except Exception as error:  # see _switched_off
-            self._switched_off(name, error)
 
     def _show(self, show: Callable[[View], None]) -> None:
         for view in list(self._views):

@@ -92,7 +92,8 @@ class WandbView:
             tags=run.job.get("tags") or None,
             config=run.job,
             settings=wandb.Settings(**settings),
-            **_account(config),
+            project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
+            mode=wandb_mode(),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -104,13 +105,6 @@ class WandbView:
         """An ``exit_code`` in ``summary`` other than 0 marks the run as failed."""
         self._run.summary.update(flatten(dict(summary)))
         self._run.finish(exit_code=int(summary.get("exit_code") or 0))
-
-
-def _account(config: MetricsConfig) -> dict[str, Any]:
-    return {
-        "project": config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
-        "mode": wandb_mode(),
-    }
 
 
 def wandb_mode() -> str | None:

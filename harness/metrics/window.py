@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -112,7 +112,6 @@ class StepTimer:
         self._synchronize = synchronize
         self._annotated = annotated
         self._clock = clock
-        self._open: str | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -122,24 +121,16 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Add the time of the ``with`` block to section ``name``, one of SECTIONS."""
-        if name not in SECTIONS:
-            raise ValueError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
-        if self._open is not None:
-            raise RuntimeError(f"section {name!r} opened inside of {self._open!r}")
-        self._open = name
+        """Add the time of the ``with`` block to section ``name``, one of SECTIONS, inside of no other."""
         started = self._edge(name)
         try:
             with self._annotated(name):
                 yield
         finally:
             self._spent[name] += self._edge(name) - started
-            self._open = None
 
     def lap(self) -> StepTime:
         """End the step and begin the next one."""
-        if self._open is not None:
-            raise RuntimeError(f"step ended inside of section {self._open!r}")
         seconds = self._clock() - self._started - sum(self._spent[name] for name in EXCLUDED)
         spent = self._spent
         self.restart()
@@ -225,12 +216,16 @@ class Window:
         steps = self._unlogged
         self._unlogged = []
         measured = [step for step in steps if step.measured]
-        self.interval_lengths = _lengths(measured)
+        lengths = Counter[int]()
+        for step in measured:
+            lengths[step.seq_len] += step.tokens
+        self.interval_lengths = dict(lengths)
+        seconds = sum(step.seconds for step in measured)
         profiled = sum(step.profiled for step in steps)
         return {
-            "step_seconds": _total("seconds", steps) / len(steps) if steps else None,
-            "tokens_per_second": _ratio(_total("tokens", measured), _total("seconds", measured)),
-            "data_share": _ratio(_total("data_seconds", measured), _total("seconds", measured)),
+            "step_seconds": _ratio(sum(step.seconds for step in steps), len(steps)),
+            "tokens_per_second": _ratio(sum(lengths.values()), seconds),
+            "data_share": _ratio(sum(step.data_seconds for step in measured), seconds),
             **({"profiled_steps": profiled} if profiled else {}),
         }
 
@@ -238,12 +233,10 @@ class Window:
         """Return ``SUMMARY``, without the prefix; values other than counts are None without a step."""
         times = [step.seconds for step in self._latest]
         rates = [step.tokens / step.seconds for step in self._latest if step.seconds > 0]
-        middle = _quantile(times, 0.5)
+        p10, middle, p90 = (_quantile(times, q) for q in (0.1, 0.5, 0.9))
         steps = self._steps
         tokens = self._tokens
         seconds = self._seconds
-        p10 = _quantile(times, 0.1)
-        p90 = _quantile(times, 0.9)
         spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
         return {
             "window_steps": steps,
@@ -260,17 +253,6 @@ class Window:
             "data_share": _ratio(self._data_seconds, seconds),
             "profiled_steps": self._profiled or None,
         }
-
-
-def _lengths(steps: list[_Step]) -> dict[int, int]:
-    tokens: Counter[int] = Counter()
-    for step in steps:
-        tokens[step.seq_len] += step.tokens
-    return dict(tokens)
-
-
-def _total(name: str, steps: list[_Step]) -> Any:
-    return sum(getattr(step, name) for step in steps)
 
 
 def _ratio(part: float, whole: float | None) -> float | None:
