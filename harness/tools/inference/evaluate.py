@@ -146,17 +146,10 @@ def file_of(job: EvaluateJob, found: WeightFolder) -> Path:
 
 
 def append(file: Path, rows: Sequence[Metrics]) -> None:
-    """Append rows.
-
-    Raises:
-        MachineError: the file cannot be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as out:
-            out.write("".join(f"{dumps(row)}\n" for row in rows))
-    except OSError as error:
-        raise MachineError(f"{file}: cannot be written: {error.strerror}") from error
+    """Append rows."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write("".join(f"{dumps(row)}\n" for row in rows))
 
 
 def table(results: Sequence[tuple[str, Metrics]]) -> str:
@@ -200,8 +193,9 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     file = file_of(job, found)
     try:
         append(file, rows)
-    except MachineError as error:
-        return Result({"rows": rows, "written": None}, table(results), error=error)
+    except OSError as error:
+        failure = MachineError(f"{file}: cannot be written: {error.strerror}")
+        return Result({"rows": rows, "written": None}, table(results), error=failure)
     return Result({"rows": rows, "written": str(file)}, f"{table(results)}wrote {file}\n")
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -94,7 +94,12 @@ class GenerateJob(InferenceJob):
             )
         generator = generator_of(self.model)
         config = self.generate
-        self._refuse_fields(generator.ignores)
+        makes = architecture_of(self.model).makes
+        for name in generator.ignores:
+            value = getattr(config, name)
+            if value != getattr(GenerateConfig(), name):
+                rule = f"has no effect: model={self.model.name} makes {makes}"
+                raise ConfigError(f"generate.{name}", value, rule, "leave it out")
         owner = f"model.architecture={self.model.architecture}"
         options = resolve_options(config.options, generator.options, "generate.options", owner)
         job = replace(
@@ -103,16 +108,6 @@ class GenerateJob(InferenceJob):
             **objective_of(self.model).for_generation(self.data, self.training, self.model),
         )
         return super(GenerateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
-
-    def _refuse_fields(self, names: Iterable[str]) -> None:
-        """Refuse values of fields that have no effect for this kind of model."""
-        default = GenerateConfig()
-        makes = architecture_of(self.model).makes
-        for name in names:
-            value = getattr(self.generate, name)
-            if value != getattr(default, name):
-                rule = f"has no effect: model={self.model.name} makes {makes}"
-                raise ConfigError(f"generate.{name}", value, rule, "leave it out")
 
 
 OWN = "own"

@@ -16,7 +16,7 @@ from harness.compose.resolve import resolve
 from harness.compose.verb import prepare_process
 from harness.config.data import TokenizerConfig
 from harness.config.failures import describe_failure
-from harness.config.fields import label
+from harness.config.fields import label, with_value
 from harness.config.job import Job
 from harness.config.registry import load_attribute
 from harness.data.tokenizer import build_tokenizer
@@ -92,25 +92,21 @@ class InferenceJob(Job):
                 works = str(only).lower() if isinstance(only, bool) else only
                 raise ConfigError(name, value, reason, [works])
         # An experiment's scheduled sizes need not fit sequences of other lengths.
-        job = dataclasses.replace(
-            self, schedule=dataclasses.replace(self.schedule, batch_size=[], seq_len=[])
-        )
+        changes: dict[str, Any] = {"schedule.batch_size": [], "schedule.seq_len": []}
         if self.parallelism.pp == self.parallelism.cp == 1:
             # A generated position cannot be split, and every rank chooses from all logits.
-            layout = dataclasses.replace(
-                self.parallelism, sequence_parallel=False, loss_parallel=False
-            )
-            if self.model.moe.enabled and layout.tp > 1:
-                layout = dataclasses.replace(layout, expert_tensor_parallel=True)
-            job = dataclasses.replace(job, parallelism=layout)
+            changes |= {"parallelism.sequence_parallel": False, "parallelism.loss_parallel": False}
+            if self.model.moe.enabled and self.parallelism.tp > 1:
+                changes["parallelism.expert_tensor_parallel"] = True
+        job = self
+        for name, value in changes.items():
+            job = with_value(job, name, value)
         job = resolve(job, launched_ranks=launched_ranks, gpus=gpus)
         # Nothing is updated or reduced: weights are loaded in the format of their products, and
         # held once.
         width = job.precision.param_dtype
-        return dataclasses.replace(
-            job,
-            precision=dataclasses.replace(job.precision, master_dtype=width, reduce_dtype=width),
-        )
+        job = with_value(job, "precision.master_dtype", width)
+        return with_value(job, "precision.reduce_dtype", width)
 
 
 def use_checkpoint(

@@ -51,28 +51,28 @@ class Library:
 
     def __init__(self, job: EvaluateJob, names: Sequence[str]) -> None:
         self.job = job
-        self.names = names
+        self.names = [name.removeprefix(LM_EVAL) for name in names]
         if dist.is_initialized() and dist.get_rank() > 0:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
         folder = job.evaluate.include_path
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError("evaluate.include_path", folder, "no such folder")
-        self.manager = _manager(folder, [name.removeprefix(LM_EVAL) for name in names])
+        self.manager = _manager(folder, self.names)
         known = self.manager.all_tasks
-        for name in names:
-            if name.removeprefix(LM_EVAL) not in known:
-                near = difflib.get_close_matches(name.removeprefix(LM_EVAL), known, _SHOWN, 0.0)
+        for name in self.names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, _SHOWN, 0.0)
                 works = [f"{LM_EVAL}{each}" for each in near]
-                raise ConfigError(
-                    "evaluate.tasks", name, "lm-evaluation-harness has no such task", works
-                )
+                rule = "lm-evaluation-harness has no such task"
+                raise ConfigError("evaluate.tasks", f"{LM_EVAL}{name}", rule, works)
 
     def evaluate(
         self, model: InferenceModel, scorer: Scorer, setting: Setting
     ) -> dict[str, dict[str, Any]]:
         """Return the metrics of each task."""
         return {
-            name: self._evaluate(name, HarnessLM(model, scorer, setting)) for name in self.names
+            f"{LM_EVAL}{name}": self._evaluate(name, HarnessLM(model, scorer, setting))
+            for name in self.names
         }
 
     def _evaluate(self, name: str, lm: HarnessLM) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Library:
         try:
             found = lm_eval.simple_evaluate(
                 model=lm,
-                tasks=[name.removeprefix(LM_EVAL)],
+                tasks=[name],
                 task_manager=self.manager,
                 num_fewshot=options.num_fewshot,
                 limit=options.limit,
@@ -95,10 +95,10 @@ class Library:
                 raise
             reason = one_line(f"{type(error).__name__}: {error}")
             raise UserError(
-                f"{name}: lm-evaluation-harness cannot prepare the task: {reason}"
+                f"{LM_EVAL}{name}: lm-evaluation-harness cannot prepare the task: {reason}"
             ) from error
         # Under torchrun lm_eval returns results on the first rank of a node only.
-        return {} if found is None else metrics_of(name.removeprefix(LM_EVAL), found)
+        return {} if found is None else metrics_of(name, found)
 
 
 def _manager(folder: str | None, names: Sequence[str]) -> TaskManager:
