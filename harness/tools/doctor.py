@@ -98,8 +98,7 @@ def look(job: Job) -> list[dict[str, str]]:
     rows = []
     if job.cluster.device != "cpu" and cuda.is_available():
         cluster = job.cluster.with_device(cuda.get_device_name())
-        known = None if cluster is None else cluster.gpu
-        machine = Machine(job, cuda.device_count(), known)
+        machine = Machine(job, cuda.device_count(), cluster and cluster.gpu)
     for what, check in CHECKS.items():
         try:
             found = check(machine)
@@ -131,8 +130,7 @@ def _srun(job: Job) -> list[str]:
     whole = replace(job.parallelism, dp_replicate=1, dp_shard=ranks, tp=1, pp=1, cp=1, ep=1)
     shape = shape_of(replace(job, parallelism=whole, cluster=config))
     options = dict(shape.options) | {"mpi": "none", "ntasks": 1, "ntasks-per-node": 1}
-    cpus_per_rank = config.cpus_per_rank or 1
-    options["cpus-per-task"] = cpus_per_rank * ranks
+    options["cpus-per-task"] = (config.cpus_per_rank or 1) * ranks
     command = ["srun"]
     for name, value in options.items():
         if name not in ("signal", "requeue", "no-requeue"):
@@ -165,8 +163,8 @@ def _host(machine: Machine) -> Finding:
         advice.append("ulimit -l unlimited")
     text = (
         f"{node_name()}: {cores} cores, {memory / GIB:,.0f} GiB, /dev/shm {shared / GIB:.1f} GiB, "
+        f"{files} open files, Python {platform.python_version()}"
     )
-    text += f"{files} open files, Python {platform.python_version()}"
     return judged(text, not advice, ", ".join(advice))
 
 
@@ -267,17 +265,17 @@ def _compiler(machine: Machine) -> Finding:
     """A compiled function, by Triton for a GPU and by the C++ compiler for a CPU."""
     import torch
 
-    tool = shutil.which(
-        os.environ.get("CC", "gcc") if machine.gpus else os.environ.get("CXX", "g++")
-    )
+    device = "cpu"
+    tool = os.environ.get("CXX", "g++")
+    if machine.gpus:
+        device = "cuda"
+        tool = f"Triton and {os.environ.get('CC', 'gcc')}"
     try:
-        torch.compile(lambda x: x.sin() + 1)(
-            torch.ones(256, device="cuda" if machine.gpus else "cpu")
-        )
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(256, device=device))
     except Exception as error:
         works = "the system's packages of g++ and of Python's headers, or compile=off"
         return Finding(_last_line(error), FAIL if machine.job.compile.blocks else WARN, works)
-    return Finding(f"torch compiles by {'Triton and ' if machine.gpus else ''}{tool}")
+    return Finding(f"torch compiles by {tool}")
 
 
 def _hub(machine: Machine) -> Finding:
@@ -289,10 +287,8 @@ def _hub(machine: Machine) -> Finding:
     try:
         urllib.request.urlopen(ENDPOINT, timeout=HUB_SECONDS).close()
     except OSError as error:
-        why = getattr(error, "reason", error)
-        return Finding(
-            f"{ENDPOINT}: {why}", WARN, "HF_ENDPOINT, HTTPS_PROXY, or copies of the files"
-        )
+        works = "HF_ENDPOINT, HTTPS_PROXY, or copies of the files"
+        return Finding(f"{ENDPOINT}: {getattr(error, 'reason', error)}", WARN, works)
     return Finding(f"{ENDPOINT} answers")
 
 
@@ -313,9 +309,8 @@ def _space(machine: Machine) -> Finding:
 
 
 def _last_line(error: Exception) -> str:
-    return (
-        f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:LONGEST_VALUE]}"
-    )
+    *_, last = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {last[:LONGEST_VALUE]}"
 
 
 CHECKS = {

@@ -1,7 +1,5 @@
 """Plots of a report: losses of runs, and bars of published, predicted and measured results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,7 +7,7 @@ from itertools import chain
 from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Any
 
 from harness.launch.rows import Row
 from harness.metrics.jsonl import read_rows
@@ -18,9 +16,6 @@ from harness.tools.report.predictions import MEMORY, RATE
 from harness.tools.report.rounds import same_but_seed, without_seed
 from harness.util.plots import COLORS, draw_band, new_panels, save, smoothed
 from harness.util.words import counted, figure, shortened
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WORDS = {
     "published": "published",
@@ -65,8 +60,10 @@ class Curve:
         mean = fmean(means)
         return mean if isfinite(mean) else inf
 
-    def points(self, by: str, loss: str, smooth: int, size: float) -> list[list[float]]:
-        """Return positions in units of ``size``, and the mean, lowest and highest loss there.
+    def points(
+        self, by: str, loss: str, smooth: int, size: float
+    ) -> list[tuple[float, float, float, float]]:
+        """Return positions in units of ``size``, with the mean, lowest and highest loss there.
 
         NaN if one is not finite.
         """
@@ -76,12 +73,10 @@ class Curve:
             values = [row[loss] if isfinite(row[loss]) else nan for row in rows]
             for row, value in zip(rows, smoothed(values, smooth), strict=True):
                 at.setdefault(row["step"], []).append((row[by] / size, value))
-        points: list[list[float]] = [[], [], [], []]
+        points = []
         for _, pairs in sorted(at.items()):
             places, losses = zip(*pairs, strict=True)
-            found = (fmean(places), fmean(losses), min(losses), max(losses))
-            for column, value in zip(points, found, strict=True):
-                column.append(value)
+            points.append((fmean(places), fmean(losses), min(losses), max(losses)))
         return points
 
 
@@ -154,14 +149,34 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
     kinds = [loss for loss in LOSSES if loss in logged]
     if not kinds or not can_draw():
         return False
+    styles = []
+    for number, curve in enumerate(curves):
+        # Runs of equal numerics coincide: dashes show them all.
+        style: dict[str, Any] = {
+            "color": _GREY,
+            "label": "",
+            "zorder": 1.0,
+            "ls": _STYLES[number % len(_STYLES)],
+        }
+        if number < len(_OF_RUNS):
+            name = shortened(curve.name, _LONGEST_NAME)
+            style |= {"color": _OF_RUNS[number], "label": name, "zorder": 2.0}
+        elif number == len(_OF_RUNS):
+            style["label"] = f"{len(curves) - number} more"
+        styles.append(style)
     drawing, panels = new_panels(
         len(kinds), len(_SIDES), 13, 1.2 + 3.3 * len(kinds), sharex="col", sharey="row"
     )
     for line, loss in zip(panels, kinds, strict=True):
         over = smooth if loss == "loss" else 1
         for axis, (by, (words, size)) in zip(line, _SIDES.items(), strict=True):
-            for number, curve in enumerate(curves):
-                _draw_curve(axis, curve, number, len(curves), curve.points(by, loss, over, size))
+            for curve, style in zip(curves, styles, strict=True):
+                points = curve.points(by, loss, over, size)
+                if points:
+                    places, *values = zip(*points, strict=True)
+                    shown = values if len(curve.runs) > 1 else values[:1]
+                    marker = "." if len(places) <= 30 else ""
+                    draw_band(axis, places, shown, marker=marker, **style)
             axis.grid(color="#e8e8e8")
             axis.set(
                 xlabel=words,
@@ -188,28 +203,6 @@ def _shown_losses(runs: list[list[float]]) -> tuple[float, float]:
     lowest = min(chain.from_iterable(runs), default=nan)
     height = max(early, default=nan) - lowest
     return lowest - 0.05 * height, lowest + 1.1 * height
-
-
-def _draw_curve(
-    axis: Axes, curve: Curve, number: int, count: int, points: Sequence[Sequence[float]]
-) -> None:
-    places, *lines = points
-    color = _GREY
-    name = f"{count - number} more" if number == len(_OF_RUNS) else ""
-    if number < len(_OF_RUNS):
-        color = _OF_RUNS[number]
-        name = shortened(curve.name, _LONGEST_NAME)
-    # Runs of equal numerics coincide: dashes show them all.
-    draw_band(
-        axis,
-        places,
-        lines if len(curve.runs) > 1 else lines[:1],
-        color,
-        label=name,
-        ls=_STYLES[number % len(_STYLES)],
-        marker="." if len(places) <= 30 else "",
-        zorder=2.0 if number < len(_OF_RUNS) else 1.0,
-    )
 
 
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
