@@ -38,12 +38,16 @@ from harness.train.setup import set_up_process
 from harness.train.step import StepOutcome
 from harness.weights import huggingface
 
+TOKENS = "number of tokens"
+LOSS = "loss"
+FURTHER_LOSS = "loss of multi-token prediction"
+GRADIENT = "gradient of "
+SHARE = "share of "
+NORM = "gradient norm"
 UPDATE = "update of "
 AVERAGE = "average of "
-SHARE = "share of "
 AFTER = " after the step"
 VALIDATION = "validation loss"
-LOSSES = ("number of tokens", "loss", "loss of multi-token prediction", VALIDATION)
 UPDATE_TOLERANCE = 10  # times that of gradients
 
 
@@ -89,21 +93,24 @@ def _full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def squares_of(engine: Engine, outcome: StepOutcome) -> dict[str, float]:
-    """This rank's share of the squared norm of each of its gradients."""
-    names = (name for name, _ in engine.named_parameters())
-    return dict(zip(names, outcome.squares.tolist(), strict=True))
+def values_of(engine: Engine, outcome: StepOutcome, *, whole: bool = True) -> dict[str, Any]:
+    """What this rank has of a step before its update, by the words that name it; call on all ranks.
 
-
-def share_differences(
-    expected: dict[str, float], found: Sequence[dict[str, float]]
-) -> dict[str, float]:
-    """Relative differences of the norms of gradients, as the ranks' shares add up to them."""
-    differences = {}
-    for name, square in expected.items():
-        total = sum(each.get(name, 0.0) for each in found)
-        differences[name] = _off(math.sqrt(total), math.sqrt(square))
-    return differences
+    Args:
+        whole: with full gradients, and this rank's shares of their squared norms.
+    """
+    values: dict[str, Any] = {TOKENS: float(outcome.valid_tokens), LOSS: outcome.loss}
+    if outcome.mtp_loss is not None:
+        values[FURTHER_LOSS] = outcome.mtp_loss
+    if whole:
+        gradients = full_gradients(engine)
+        # Backward goes from the last module to the first.
+        for name in reversed(gradients):
+            values[f"{GRADIENT}{name}"] = gradients[name]
+        for name, square in zip(gradients, outcome.squares.tolist(), strict=True):
+            values[f"{SHARE}{name} in the {NORM}"] = square
+    values[NORM] = outcome.grad_norm
+    return values
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
@@ -141,12 +148,12 @@ def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dic
 def tolerance_of(what: str, tolerances: tuple[float, float]) -> float:
     """Tolerance of one of a record's values, of those of losses and of gradients.
 
-    Loads and biases are integers, or computed from them, so equal. An update divides a gradient by
-    its size, so where gradients are small it differs more than they do.
+    Numbers of tokens, loads and biases are integers, or computed from them, so equal. An update
+    divides a gradient by its size, so where gradients are small it differs more than they do.
     """
-    if what in LOSSES:
+    if what in (LOSS, FURTHER_LOSS, VALIDATION):
         return tolerances[0]
-    if what.startswith("loads of ") or what.endswith(AFTER):
+    if what == TOKENS or what.startswith("loads of ") or what.endswith(AFTER):
         return 0.0
     return tolerances[1] * (UPDATE_TOLERANCE if what.startswith((UPDATE, AVERAGE)) else 1)
 
@@ -183,16 +190,7 @@ def record(job_json: str, step: int) -> Record:
     outcome = engine.gradients(batch)
     values: dict[str, Any] = {f"value of {name}": weights[name] for name in weights}
     values |= {f"output of {name}": torch.cat(each) for name, each in calls.items()}
-    values["number of tokens"] = float(outcome.valid_tokens)
-    values["loss"] = outcome.loss
-    if outcome.mtp_loss is not None:
-        values["loss of multi-token prediction"] = outcome.mtp_loss
-    # Backward goes from the last module to the first.
-    for name, gradient in reversed(full_gradients(engine).items()):
-        values[f"gradient of {name}"] = gradient
-    for name, square in squares_of(engine, outcome).items():
-        values[f"{SHARE}{name} in the gradient norm"] = square
-    values["gradient norm"] = outcome.grad_norm
+    values |= values_of(engine, outcome)
     engine.update(outcome.norm)
     values |= results_of(engine, weights, loader.next())
     rows = batch.shape[0]
@@ -243,14 +241,12 @@ def first_wrong(
     """
     for what, whole in expected.values.items():
         holders = [each for each in found if what in each.values]
-        if what.startswith(SHARE):
-            off = share_differences({what: whole}, [each.values for each in holders])[what]
-        elif what.startswith("output of "):
+        if what.startswith("output of "):
             # Rows of experts have another order on every layout.
             in_order = len(whole) == len(expected.rows)
             off = _off_parts(what, whole, holders, layout) if in_order else 0.0
         else:
-            off = largest([_off(each.values[what], whole) for each in holders])
+            off = difference(what, whole, [each.values for each in holders])
         if not off <= tolerance_of(what, tolerances):
             return f"{what}, relative difference {off:.1e}"
     return None
@@ -269,14 +265,16 @@ def _off_parts(
     return largest(offs)
 
 
-def differences(
-    expected: dict[str, Tensor], found: Sequence[dict[str, Tensor]]
-) -> dict[str, float]:
-    """Relative differences of tensors by name, the largest over ranks; infinite if no rank has one."""
-    return {
-        name: largest([_off(each[name], whole) for each in found if name in each])
-        for name, whole in expected.items()
-    }
+def difference(what: str, whole: Any, found: Sequence[dict[str, Any]]) -> float:
+    """Relative difference of a value from that of one process, the largest over the ranks that have it.
+
+    Infinite if none has. Shares of ranks are added up.
+    """
+    own = [each[what] for each in found if what in each]
+    if what.startswith(SHARE):
+        own = [math.sqrt(sum(own))]
+        whole = math.sqrt(whole)
+    return largest([_off(each, whole) for each in own])
 
 
 def largest(values: Sequence[float]) -> float:

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.compose.composer import Composer
@@ -26,8 +25,6 @@ from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.words import plural
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from harness.launch.pool import RankPool
 
 HELP = """`harness parity`: check on CPU ranks that every layout computes the same as one process.
@@ -98,22 +95,9 @@ class ParityJob(Job):
     """Layouts to compare, and tolerances."""
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Losses, norms and gradients of one run on one rank."""
-
-    losses: list[float]
-    """Loss of every step; with multi-token prediction, each is followed by that loss."""
-    norms: list[float]
-    """Gradient norm of every step, before clipping."""
-    valid_tokens: list[int]
-    """Number of tokens in the loss of every step."""
-    gradients: list[dict[str, Tensor]]
-    """Full gradients of the first and the last step, for this rank's parameters."""
-    results: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What the updates have left on this rank (``results_of``), by the words that name it."""
-    squares: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    """This rank's shares of the squared norms of ``gradients``."""
+Trace = list[dict[str, Any]]
+"""Values of every step on one rank, by the words that name them: ``values_of`` in ``first_wrong``. The first
+and the last step are whole, and the last one also has what the updates have left."""
 
 
 @dataclass(frozen=True)
@@ -139,35 +123,19 @@ def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
         resume_in: an empty folder that all ranks share, to resume there in the middle; None: do not
             resume.
     """
-    from harness.tools.parity.first_wrong import (
-        full_gradients,
-        results_of,
-        resume,
-        squares_of,
-        start,
-        weights_of,
-    )
+    from harness.tools.parity.first_wrong import results_of, resume, start, values_of, weights_of
 
     engine, loader = start(job_json)
     initial = weights_of(engine)
-    losses = []
-    norms = []
-    tokens = []
-    gradients = []
-    squares = []
+    found = []
     for step in range(steps):
         if resume_in is not None and 0 < step == steps // 2:
             engine, loader = resume(engine, loader, job_json, resume_in)
         outcome = engine.gradients(loader.next())
-        losses += [outcome.loss, *([] if outcome.mtp_loss is None else [outcome.mtp_loss])]
-        norms.append(outcome.grad_norm)
-        tokens.append(outcome.valid_tokens)
-        if step in (0, steps - 1):
-            gradients.append(full_gradients(engine))
-            squares.append(squares_of(engine, outcome))
+        found.append(values_of(engine, outcome, whole=step in (0, steps - 1)))
         engine.update(outcome.norm)
-    results = results_of(engine, initial, loader.next())
-    return Trace(losses, norms, tokens, gradients, results, squares)
+    found[-1] |= results_of(engine, initial, loader.next())
+    return found
 
 
 def compare(
@@ -179,44 +147,38 @@ def compare(
     comparison.
     """
     from harness.tools.parity.first_wrong import (
-        differences,
+        FURTHER_LOSS,
+        GRADIENT,
+        LOSS,
+        NORM,
+        SHARE,
+        difference,
         largest,
-        share_differences,
         tolerance_of,
     )
 
-    def relative(expected: list[float], found: list[list[float]]) -> float:
-        offs = []
-        for values in found:
-            offs += [abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True)]
-        return largest(offs)
-
-    loss = relative(reference.losses, [each.losses for each in traces])
-    norm = relative(reference.norms, [each.norms for each in traces])
-    worst = 0.0
-    worst_parameter = ""
-    for index, expected in enumerate(reference.gradients):
-        found = differences(expected, [each.gradients[index] for each in traces])
-        for name, off in found.items():
-            # Not `off > worst`, so that NaN is the worst, and stays it.
-            if not off <= worst and not math.isnan(worst):
-                worst = off
-                worst_parameter = name
-    for index, parts in enumerate(reference.squares):
-        # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
-        shares = share_differences(parts, [each.squares[index] for each in traces])
-        name, off = max(shares.items(), key=itemgetter(1))
-        if off > max(worst, norm):
-            worst_parameter = name
-        norm = largest([norm, off])
-    results = differences(reference.results, [each.results for each in traces])
-    different = [name for name, off in results.items() if not off <= tolerance_of(name, tolerances)]
-    if different:
-        worst_parameter = different[0]
-    same = not different and all(t.valid_tokens == reference.valid_tokens for t in traces)
-    # NaN fails, because every comparison with it is false.
-    passed = same and loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
-    return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed)
+    offs: dict[str, float] = {}
+    for step, expected in enumerate(reference):
+        for what, whole in expected.items():
+            off = difference(what, whole, [each[step] for each in traces])
+            offs[what] = largest([offs.get(what, 0.0), off])
+    # NaN is different, because every comparison with it is false.
+    wrong = [what for what, off in offs.items() if not off <= tolerance_of(what, tolerances)]
+    gradients = {what: off for what, off in offs.items() if what.startswith(GRADIENT)}
+    # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
+    shares = [what for what in offs if what.startswith(SHARE)]
+    worst = max(gradients, key=lambda what: (math.isnan(offs[what]), offs[what]))
+    if wrong and worst not in wrong:
+        worst = wrong[0]
+    return Verdict(
+        layout,
+        ranks,
+        largest([offs[what] for what in (LOSS, FURTHER_LOSS) if what in offs]),
+        largest([*gradients.values()]),
+        worst.removeprefix(GRADIENT),
+        largest([offs[what] for what in (NORM, *shares)]),
+        not wrong,
+    )
 
 
 @dataclass
@@ -264,15 +226,16 @@ class LayoutComparer:
     def _first_wrong(
         self, job: Job, alone: Job, traces: list[Trace], tolerances: tuple[float, float]
     ) -> str:
-        from harness.tools.parity.first_wrong import first_wrong, record
+        from harness.tools.parity.first_wrong import NORM, first_wrong, record
 
         expected = self._reference(alone)
         steps = range(self.config.steps)
         differs = []
         for step in steps:
-            value = expected.norms[step]
+            value = expected[step][NORM]
+            norms = [each[step][NORM] for each in traces]
             # Not `>`, which is false for NaN.
-            if not all(abs(each.norms[step] - value) <= tolerances[1] * value for each in traces):
+            if not all(abs(norm - value) <= tolerances[1] * value for norm in norms):
                 differs.append(step)
         # Compiled blocks have no modules to look into, and the compiler keeps the memory budget.
         eager = dataclasses.replace(job, compile=CompileConfig())

@@ -70,7 +70,8 @@ def curves(pool, job, train=trace):
     for seed in SEEDS:
         own = with_value(job, "training.seed", seed)
         found = pool.run(own.world_size, train, own.to_json(), STEPS)[0]
-        losses[seed], norms[seed] = np.array(found.losses), np.array(found.norms)
+        losses[seed] = np.array([values["loss"] for values in found])
+        norms[seed] = np.array([values["gradient norm"] for values in found])
     return Curves(np.arange(1, STEPS + 1), losses, norms)
 
 
