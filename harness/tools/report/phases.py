@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
 
 from harness.config.job import Job
 from harness.launch.rows import Row
@@ -202,8 +202,8 @@ def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, Seconds]) -> 
         # them.
         known = [each for each in rows if "queued" in each]
         if known:
-            steps = sum(each["steps"] for each in known)
-            row["queued"] = sum(each["queued"] * each["steps"] for each in known) / steps
+            steps = [each["steps"] for each in known]
+            row["queued"] = fmean([each["queued"] for each in known], steps)
         phases: dict[str, float] = defaultdict(float)
         for (_, phase), seconds in of_rank.items():
             phases[phase] += seconds
