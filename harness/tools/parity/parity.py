@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -317,11 +317,15 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
 
     config = job.parity
     config.validate(job.steps)
-    layouts = [] if config.random else matrix_rows(job, overrides)
-    rows = random_rows(config, overrides) if config.random else layouts
+    rows: Iterable[Row] = random_rows(config, overrides)
+    total = config.random
+    if not config.random:
+        require_vocabulary(job)
+        layouts = compose_layouts(config, overrides, has_experts=job.model.moe.enabled)
+        rows = [(name, each, "") for name, each in layouts.items()]
+        total = sum(each.world_size <= config.world_size for each in layouts.values())
     compared: list[dict[str, Any]] = []
     skipped: list[str] = []
-    total = config.random or sum(each.world_size <= config.world_size for _, each, _ in layouts)
     with RankPool(config.world_size) as pool, progress(total) as show:
         # which prints above the bar
         judge = LayoutComparer(pool, config)
@@ -364,13 +368,6 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
 
 Row = tuple[str, Job, str]
 """Of the table: its name, a job to compare, and the overrides that compose it if the name does not say."""
-
-
-def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
-    """Compose the chosen layouts of the matrix."""
-    require_vocabulary(job)
-    layouts = compose_layouts(job.parity, overrides, has_experts=job.model.moe.enabled)
-    return [(name, each, "") for name, each in layouts.items()]
 
 
 def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
