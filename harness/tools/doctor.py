@@ -130,7 +130,8 @@ def _srun(job: Job) -> list[str]:
     whole = replace(job.parallelism, dp_replicate=1, dp_shard=ranks, tp=1, pp=1, cp=1, ep=1)
     shape = shape_of(replace(job, parallelism=whole, cluster=config))
     options = dict(shape.options) | {"mpi": "none", "ntasks": 1, "ntasks-per-node": 1}
-    options["cpus-per-task"] = (config.cpus_per_rank or 1) * ranks
+    cpus_per_rank = config.cpus_per_rank or 1
+    options["cpus-per-task"] = cpus_per_rank * ranks
     command = ["srun"]
     for name, value in options.items():
         if name not in ("signal", "requeue", "no-requeue"):
