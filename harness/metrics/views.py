@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from harness.config.metrics import MetricsConfig
@@ -107,7 +107,7 @@ class WandbView:
         self._run.finish(exit_code=int(summary.get("exit_code") or 0))
 
 
-def wandb_mode() -> str | None:
+def wandb_mode() -> Literal["online", "offline"] | None:
     """Return the mode for ``wandb.init``; None if the environment sets WANDB_MODE, which then decides.
 
     Without an API key it is ``offline``, because ``online`` would ask for one on a terminal and

@@ -98,7 +98,8 @@ def look(job: Job) -> list[dict[str, str]]:
     rows = []
     if job.cluster.device != "cpu" and cuda.is_available():
         cluster = job.cluster.with_device(cuda.get_device_name())
-        machine = Machine(job, cuda.device_count(), cluster and cluster.gpu)
+        known = None if cluster is None else cluster.gpu
+        machine = Machine(job, cuda.device_count(), known)
     for what, check in CHECKS.items():
         try:
             found = check(machine)

@@ -80,11 +80,7 @@ def report_runs(
     blocks += [*tables_of_rounds(rows), *_runs(title, rows, folder)]
     if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
         blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
-    if calibration is not None:
-        # A prediction of rows that constants were fitted to is no forecast.
-        source = calibration.source or "a calibration"
-        summary.append(f"The plan's constants are those of {source}.")
-    return Document(title, summary, blocks, rows)
+    return Document(title, summary + constants_in_words(calibration), blocks, rows)
 
 
 def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
@@ -130,6 +126,12 @@ def _summary(rows: Sequence[Row]) -> list[str]:
         if errors:
             lines.append(f"Predicted against measured {what}: {errors}.")
     return lines
+
+
+def constants_in_words(calibration: Calibration | None) -> list[str]:
+    """Name the source of calibrated constants: a prediction of rows they were fitted to is no forecast."""
+    source = None if calibration is None else calibration.source or "a calibration"
+    return [] if source is None else [f"The plan's constants are those of {source}."]
 
 
 def layout_and_schedule(job: Job) -> str:
