@@ -177,7 +177,26 @@ def open_checkpoint(path: str) -> Checkpoint:
     """Open the checkpoint in a folder and check its file sizes; DamagedCheckpoint if that fails."""
     fs, root = _open_url(path)
     fs.invalidate_cache()
-    manifest = _read_manifest(fs, root)
+    try:
+        content = fs.cat_file(f"{root}/{MANIFEST}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise UnfinishedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP):
+            raise DamagedCheckpoint(f"{MANIFEST} is not a file") from None
+        raise UserError(f"{root}/{MANIFEST}: cannot be read: {error}") from error
+    try:
+        manifest = parse_object(content)
+        if manifest.pop("checksum", None) != _checksum(manifest):
+            raise ValueError("it does not have the checksum it was written with")
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
+    version = manifest.get("format")
+    if version != FORMAT:
+        raise DamagedCheckpoint(f"{MANIFEST} has format {version}, and this version reads {FORMAT}")
+    for key in ("step", "files", "state", "options"):
+        if key not in manifest:
+            raise DamagedCheckpoint(f"{MANIFEST} is damaged: it has no {key}")
     named = _STEP.fullmatch(_name(root))
     if named and "train_state" in manifest["state"] and manifest["step"] != int(named[1]):
         raise DamagedCheckpoint(f"{MANIFEST} is of step {manifest['step']}")
@@ -249,30 +268,6 @@ def is_foreign(path: str) -> bool:
     """Whether a folder holds a DCP checkpoint without a manifest, i.e. one of other software."""
     fs, root = _open_url(path)
     return bool(fs.exists(f"{root}/{METADATA}")) and not fs.exists(f"{root}/{MANIFEST}")
-
-
-def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
-    try:
-        content = fs.cat_file(f"{root}/{MANIFEST}")
-    except (FileNotFoundError, NotADirectoryError):
-        raise UnfinishedCheckpoint(f"it was not finished: there is no {MANIFEST}") from None
-    except OSError as error:
-        if error.errno in (errno.EISDIR, errno.ELOOP):
-            raise DamagedCheckpoint(f"{MANIFEST} is not a file") from None
-        raise UserError(f"{root}/{MANIFEST}: cannot be read: {error}") from error
-    try:
-        manifest = parse_object(content)
-        if manifest.pop("checksum", None) != _checksum(manifest):
-            raise ValueError("it does not have the checksum it was written with")
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
-    version = manifest.get("format")
-    if version != FORMAT:
-        raise DamagedCheckpoint(f"{MANIFEST} has format {version}, and this version reads {FORMAT}")
-    for key in ("step", "files", "state", "options"):
-        if key not in manifest:
-            raise DamagedCheckpoint(f"{MANIFEST} is damaged: it has no {key}")
-    return manifest
 
 
 def _name(path: str) -> str:

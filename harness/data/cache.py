@@ -6,7 +6,6 @@ content, so it is never stale and never modified. A damaged cache is rebuilt.
 
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from harness.data.corpus import CorpusWriter, TokenizedSplit, content_key, open_shard, read_manifest
@@ -23,32 +22,21 @@ _KEPT_SECONDS = 7 * 86400.0
 _GIB = 2**30
 
 
-def open_cache(
-    source: Source,
-    tokenizer: Tokenizer,
-    *,
-    split: str,
-    held_out: float,
-    wait_for_all: Callable[[], None] | None,
-    is_builder: bool,
-) -> TokenizedSplit:
-    """Open the tokens of ``source``; the builder tokenizes it first if there is no cache.
+def open_documents(reading: Reading) -> TokenizedSplit:
+    """Open the tokens of a loader's source; the builder tokenizes it first if there is no cache.
 
-    Args:
-        split: "train": the documents that are not held out; "validation": those that are. With
-            ``held_out == 0`` either split has all documents.
-        held_out: fraction of documents held out.
-        wait_for_all: a barrier over all ranks; called once, between building and opening.
-        is_builder: whether this rank builds the cache.
+    If no documents are held out, either split has all of them.
 
     Raises:
         ConfigError: the source is larger than data.tokenize_limit_gib, and there is no cache.
         DataError: the source cannot be read or holds no text, or the builder's cache is not visible
             here.
     """
-    name = f"{source.name}, {split} documents"
-    stored_split = split if held_out > 0 else "train"
-    if is_builder:
+    source, held_out = source_of(reading.data, reading.split)
+    tokenizer = tokenizer_of(reading.data, reading.tokenizer)
+    name = f"{source.name}, {reading.split} documents"
+    stored_split = reading.split if held_out > 0 else "train"
+    if reading.is_builder:
         folder = cache_folder(source, tokenizer, held_out)
         for other in folder.parent.glob(f"corpus-*/{UNFINISHED}"):
             if not (other.parent / MANIFEST).exists():
@@ -67,8 +55,8 @@ def open_cache(
             if not is_small(source):
                 raise too_large(source)
             _build(folder, source, tokenizer, held_out)
-    if wait_for_all is not None:
-        wait_for_all()
+    if reading.wait_for_all is not None:
+        reading.wait_for_all()
     folder = cache_folder(source, tokenizer, held_out)
     if not (folder / MANIFEST).exists():
         raise DataError(
@@ -79,19 +67,6 @@ def open_cache(
         return _open(folder, stored_split, name, check=False)
     except Damaged as error:
         raise DataError(f"token cache {folder} is damaged: {error}; remove the folder") from None
-
-
-def open_documents(reading: Reading) -> TokenizedSplit:
-    """Open the token cache of a loader's source."""
-    source, held_out = source_of(reading.data, reading.split)
-    return open_cache(
-        source,
-        tokenizer_of(reading.data, reading.tokenizer),
-        split=reading.split,
-        held_out=held_out,
-        wait_for_all=reading.wait_for_all,
-        is_builder=reading.is_builder,
-    )
 
 
 def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float) -> Path:

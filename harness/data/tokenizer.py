@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import chain, groupby, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,11 +65,6 @@ class Tokenizer(Protocol):
     unknown_id: int | None = None
     """Id of unknown characters; None without one."""
 
-    @classmethod
-    def count_ids(cls, config: TokenizerConfig) -> int:
-        """Number of tokens of the tokenizer of ``config``, where possible without building it."""
-        return build_tokenizer(config).vocab_size
-
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""
 
@@ -85,6 +80,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``[encode(text) for text in texts]``, in parallel where that is faster."""
+        return [self.encode(text) for text in texts]
 
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Any]:
         """Yield ``encode("".join(parts))`` in consecutive pieces, which needs less memory for a long text."""
@@ -201,21 +197,9 @@ def _find_cut(text: str, first: int, encode: Callable[[str], list[int]]) -> int 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build a tokenizer; DataError if its file is missing, empty or malformed."""
-    tokenizer: Tokenizer = _class_of(config)(config)
+    tokenizer: Tokenizer = load_attribute(f"harness.data.{_CLASSES[config.kind]}")(config)
     tokenizer.config = config
     return tokenizer
-
-
-def vocabulary_size(config: TokenizerConfig) -> int | None:
-    """Return a tokenizer's number of tokens; None if its file is not here."""
-    if config.has_file and not config.file.is_file():
-        return None
-    size: int = _class_of(config).count_ids(config)
-    return size
-
-
-def _class_of(config: TokenizerConfig) -> Any:
-    return load_attribute(f"harness.data.{_CLASSES[config.kind]}")
 
 
 def with_bos_eos(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
@@ -249,9 +233,6 @@ class BytesTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Any]:
         return (np.frombuffer(part.encode(), dtype=np.uint8) for part in parts)
 
@@ -275,9 +256,6 @@ class NoTokenizer(Tokenizer):
         self.bos_id, self.eos_id = (int(end) if end else None for end in (config.bos, config.eos))
 
     def encode(self, text: str) -> list[int]:
-        raise DataError(_NO_TEXT)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         raise DataError(_NO_TEXT)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -381,11 +359,6 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id = ids[special.bos]
         self.eos_id = ids[special.eos]
         self.fingerprint = fingerprint_of(f"tiktoken/{config.special}", content)
-
-    @classmethod
-    def count_ids(cls, config: TokenizerConfig) -> int:
-        ranks = parse_ranks(read_tokenizer(config.file), config.file)
-        return len(ranks) + len(SETS[config.special].tokens)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []

@@ -21,7 +21,7 @@ from harness.data.tokenizer import (
     fingerprint_of,
     read_tokenizer,
 )
-from harness.util.encoding import parse_object, read_object
+from harness.util.encoding import read_object
 from harness.util.errors import DataError, one_line
 
 TOKENIZER = "tokenizer.json"
@@ -103,20 +103,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.unknown_id = ids.get(getattr(self._model.model, "unk_token", None) or "")
         self.special_ids = {token.content: ids[token.content] for token in self._special_tokens()}
         self.fingerprint = fingerprint_of(f"huggingface/{bos}/{eos}", content)
-
-    @classmethod
-    def count_ids(cls, config: TokenizerConfig) -> int:
-        try:
-            plain = parse_object(read_tokenizer(config.file))
-            vocabulary = plain["model"]["vocab"]
-            ids = (
-                list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-            )
-            ids += [token["id"] for token in plain.get("added_tokens") or []]
-            return int(max(ids)) + 1
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            rule = "is not a tokenizer.json: no vocabulary"
-            raise DataError(f"tokenizer file {config.file} {rule}") from error
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
@@ -200,18 +186,18 @@ def read_transformers_settings(file: Path) -> dict[str, Any]:
     """Merge transformers' files in the same folder as transformers does: special_tokens_map.json,
     which older versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
     """
-    config, special = (_read_settings(file.with_name(name)) for name in (CONFIG, SPECIAL_MAP))
-    return config if "added_tokens_decoder" in config else config | special
-
-
-def _read_settings(file: Path) -> dict[str, Any]:
-    settings = read_object(file, DataError) if file.is_file() else {}
-    for name in SPECIAL_NAMES:
-        token = token_of(settings, name)
-        if token is not None and not isinstance(token, str):
-            rule = "must be a text, an object with the text as content, or null"
-            raise DataError(f"{file}: {name} is {one_line(json.dumps(settings[name]))}: {rule}")
-    return settings
+    found = {}
+    for each in (CONFIG, SPECIAL_MAP):
+        path = file.with_name(each)
+        settings = read_object(path, DataError) if path.is_file() else {}
+        for name in SPECIAL_NAMES:
+            token = token_of(settings, name)
+            if token is not None and not isinstance(token, str):
+                rule = "must be a text, an object with the text as content, or null"
+                raise DataError(f"{path}: {name} is {one_line(json.dumps(settings[name]))}: {rule}")
+        if "added_tokens_decoder" not in found:
+            found |= settings
+    return found
 
 
 def token_of(settings: dict[str, Any], name: str) -> Any:

@@ -105,21 +105,15 @@ def require_vocabulary(job: Job) -> None:
         from harness.data.tokenizer import check_vocab_size
 
         tokenizer = job.tokenizer
-        num_tokens = _vocabulary_size(tokenizer)
-        check_vocab_size(num_tokens or 0, job.model.vocab_size)
-        for source, errors in sources_of(job.data) if num_tokens is not None else ():
+        if tokenizer.has_file and not tokenizer.file.is_file():
+            return
+        check_vocab_size(_built(tokenizer).vocab_size, job.model.vocab_size)
+        for source, errors in sources_of(job.data):
             with errors:
                 if DATA_KINDS[source.kind].tokenizer:
                     tokenizer_of(source, _built(tokenizer))
                 for corpus in corpora_of(source):
                     check_tokenizer(read_manifest(corpus), _built(tokenizer), str(corpus))
-
-
-@functools.cache
-def _vocabulary_size(config: TokenizerConfig) -> int | None:
-    from harness.data.tokenizer import vocabulary_size
-
-    return vocabulary_size(config)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +26,8 @@ import harness.data.cache as cache
 import harness.util.store as store
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.data.cache import open_cache
+from harness.data.cache import open_documents
 from harness.data.corpus import CorpusWriter, open_shards, read_manifest
-from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
 from harness.launch.inputs import require_vocabulary
@@ -336,10 +336,10 @@ def write_documents(*texts):
         Path(f"{index:04}.txt").write_text(text)
 
 
-def opened(split="train", held_out=0.0, tokenizer=BYTES, wait_for_all=None, is_builder=True):
-    source = LocalFiles(DataConfig(paths=["*.txt"], cache_dir="cache"), "train")
+def opened(held_out=0.0, tokenizer=BYTES, wait_for_all=None, is_builder=True):
+    data = DataConfig(paths=["*.txt"], cache_dir="cache", validation_fraction=held_out)
     ranks = {"wait_for_all": wait_for_all, "is_builder": is_builder}
-    return open_cache(source, tokenizer, split=split, held_out=held_out, **ranks)
+    return open_documents(SimpleNamespace(data=data, tokenizer=tokenizer, split="train", **ranks))
 
 
 def test_a_large_vocabulary_gets_wider_tokens():

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -21,7 +22,7 @@ import harness.data.cache as cache
 import harness.data.documents as documents
 import harness.data.tokenizing as tokenizing
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.data.cache import open_cache
+from harness.data.cache import open_documents
 from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import TokenizingProgress, is_held_out, units_of
@@ -74,11 +75,12 @@ def expected(documents, config):
 
 def tokenized(config=PLAIN, **settings):
     read = {"paths": ["*.*"], "cache_dir": "cache", **settings}
-    source = LocalFiles(DataConfig(**read), "train")
-    common = {"held_out": HELD_OUT, "wait_for_all": None, "is_builder": True}
+    data = DataConfig(**read, validation_fraction=HELD_OUT)
+    ranks = {"wait_for_all": None, "is_builder": True}
     found = {}
     for split in ("train", "validation"):
-        opened = open_cache(source, build_tokenizer(config), split=split, **common)
+        read = {"data": data, "tokenizer": build_tokenizer(config), "split": split}
+        opened = open_documents(SimpleNamespace(**read, **ranks))
         found[split] = opened.tokens.tolist(), opened.starts.tolist()
     assert [path.name.startswith("corpus-") for path in Path("cache").iterdir()] == [True]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,8 +12,7 @@ from one_line import one_line
 
 from harness.compose.composer import compose_job
 from harness.data import documents
-from harness.data.cache import open_cache
-from harness.data.documents import source_of
+from harness.data.cache import open_documents
 from harness.data.tokenizer import build_tokenizer
 from harness.launch import inputs
 from harness.launch.inputs import require_inputs, require_tokenized
@@ -142,6 +142,5 @@ def test_sources_that_must_be_tokenized(tmp_path, typed, says):
 
 
 def open_train(job):
-    source, held_out = source_of(job.data, "train")
-    options = {"held_out": held_out, "wait_for_all": None, "is_builder": True}
-    open_cache(source, build_tokenizer(job.tokenizer), split="train", **options)
+    read = {"data": job.data, "tokenizer": build_tokenizer(job.tokenizer), "split": "train"}
+    open_documents(SimpleNamespace(**read, wait_for_all=None, is_builder=True))

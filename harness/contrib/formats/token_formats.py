@@ -144,7 +144,13 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
         _refuse(
             file, "has a loss mask (.loss), which is not supported; would work: files without one"
         )
-    dtype = dtype or _recorded_dtype(file)
+    # It has three lines: NAME|BYTES, the number of tokens, the number in words.
+    metadata = Path(f"{file}.metadata")
+    if dtype is None and metadata.exists():
+        first = _head(metadata, 4096).decode("utf-8", "replace").partition("\n")[0]
+        dtype = {"2": "uint16", "4": "uint32"}.get(first.rpartition("|")[2])
+        if dtype is None:
+            _refuse(metadata, f"its first line is not NAME|2 or NAME|4: {first[:80]!r}")
     index = Path(f"{file}.index")
     if not index.exists():
         return open_memmap(file, dtype, vocab_size)
@@ -168,21 +174,6 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
         # A document starts where another ends.
         start=lambda number: np.where(number > 0, ends[number - 1], 0),
     )
-
-
-def _recorded_dtype(file: Path) -> str | None:
-    """Return the type of the tokens by a .ds.metadata file; None if there is none.
-
-    The file has three lines: ``NAME|BYTES``, the number of tokens, the number in words.
-    """
-    metadata = Path(f"{file}.metadata")
-    if not metadata.exists():
-        return None
-    first = _head(metadata, 4096).decode("utf-8", "replace").partition("\n")[0]
-    token_bytes = first.rpartition("|")[2]
-    if token_bytes not in ("2", "4"):
-        _refuse(metadata, f"its first line is not NAME|2 or NAME|4: {first[:80]!r}")
-    return "uint16" if token_bytes == "2" else "uint32"
 
 
 def is_megatron(file: Path) -> bool:
