@@ -86,19 +86,12 @@ KINDS: Registry[Kind] = Registry(
 )
 
 
-def lr_scale(name: str) -> Callable[[float, float], float]:
-    """Return the factor of the learning rate as a function of a matrix's outputs and inputs.
-
-    Sources: ``original``, github.com/KellerJordan/Muon; ``match_rms_adamw``, arXiv:2502.16982,
-        section 2.2.
-    """
-    scales: dict[str, Callable[[float, float], float]] = {
-        "original": lambda outputs, inputs: math.sqrt(max(1.0, outputs / inputs)),
-        "match_rms_adamw": lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)),
-    }
-    return scales[name]
-
-
+LR_SCALES: dict[str, Callable[[float, float], float]] = {
+    "original": lambda outputs, inputs: math.sqrt(max(1.0, outputs / inputs)),
+    "match_rms_adamw": lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)),
+}
+"""Factors of the learning rate by a matrix's outputs and inputs. Sources: ``original``,
+github.com/KellerJordan/Muon; ``match_rms_adamw``, arXiv:2502.16982, section 2.2."""
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
 STATE_DTYPES = ("float32", "bfloat16")
 EIGHT_BIT = "8bit"
@@ -111,7 +104,6 @@ LARGEST_BFLOAT16_BETA = 0.99
 BETA_RULE = "a running mean in bfloat16 (eight bits) would lose its updates to rounding"
 NEWTON_SCHULZ_STEPS = 5
 """Iterations that orthogonalize an update of Muon (arXiv:2502.16982)."""
-LR_SCALES = ("original", "match_rms_adamw")
 MUON = Switch("optimizer.kind", "optimizer=muon", lambda kinds: "muon" in kinds, "optimizer.kinds")
 muon_numerics = functools.partial(numerics, needs=MUON)
 BETAS = Switch("optimizer.kind", "optimizer=adamw", reads="optimizer.has_betas")

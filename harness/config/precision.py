@@ -68,10 +68,6 @@ class PrecisionConfig:
         """
         return 128 if self.linear == "mxfp8" else 16
 
-    def without_format(self) -> PrecisionConfig:
-        """The same dtypes with linears in param_dtype."""
-        return PrecisionConfig(self.param_dtype, self.reduce_dtype, self.master_dtype)
-
     def validate(self) -> None:
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             rule = (

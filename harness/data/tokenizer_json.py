@@ -186,7 +186,7 @@ def read_transformers_settings(file: Path) -> dict[str, Any]:
     """Merge transformers' files in the same folder as transformers does: special_tokens_map.json,
     which older versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for each in (CONFIG, SPECIAL_MAP):
         path = file.with_name(each)
         settings = read_object(path, DataError) if path.is_file() else {}

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.fields import default_of, leaf_fields
 from harness.config.model import ARCHITECTURES, BLOCKS, ModelConfig, of_one_model
-from harness.config.registry import resolve_options
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
 def resolve_model(model: ModelConfig) -> ModelConfig:
     """Return the model with derived fields, such as head_dim, set, after a check of its rules."""
     architecture = architecture_of(model)
-    owner = f"model.architecture={model.architecture}"
-    options = resolve_options(model.options, architecture.options, "model.options", owner)
+    options = ARCHITECTURES.resolve_options(model.architecture, model.options)
     resolved = architecture.resolve(replace(model, options=options))
     architecture.validate(resolved)
     return model if resolved == model else resolved

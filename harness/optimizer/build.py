@@ -14,9 +14,9 @@ from harness.config.optimizer import (
     DECAYS,
     EIGHT_BIT,
     KINDS,
+    LR_SCALES,
     OptimizerConfig,
     ScheduleConfig,
-    lr_scale,
 )
 from harness.config.registry import load_attribute
 from harness.model.spec import TensorSpec
@@ -120,7 +120,7 @@ def muon(
         _state_dtype(config),
         momentum=config.momentum,
         dtype=getattr(torch, config.newton_schulz_dtype or "float32"),
-        scale=lr_scale(config.lr_scale),
+        scale=LR_SCALES[config.lr_scale],
         group=ranks,
     )
 

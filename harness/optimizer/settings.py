@@ -16,8 +16,8 @@ from harness.config.optimizer import (
     EIGHT_BIT,
     KINDS,
     LARGEST_BFLOAT16_BETA,
+    LR_SCALES,
     OptimizerConfig,
-    lr_scale,
 )
 from harness.config.parallelism import ParallelismConfig
 from harness.model.spec import TensorSpec
@@ -104,7 +104,7 @@ def _mup_factor(config: OptimizerConfig, kind: str, tensor: TensorSpec) -> float
         return 1.0
     if KINDS[kind].mup == "entries":
         return 1 / widths.inputs
-    scale = lr_scale(config.lr_scale)
+    scale = LR_SCALES[config.lr_scale]
     outputs = tensor.outputs
     inputs = tensor.inputs
     own = scale(outputs, inputs)

@@ -16,7 +16,7 @@ from plain_llama import frequencies, logits
 from harness.compose.resolve import resolve
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.config.optimizer import KINDS, LR_SCALES, OptimizerConfig, lr_scale
+from harness.config.optimizer import KINDS, LR_SCALES, OptimizerConfig
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings
 from harness.optimizer.settings import check_mup, tensor_settings
@@ -183,7 +183,7 @@ def test_updates_of_muon_meet_the_spectral_condition(scale):
     for factor in (1, 2, 8):
         for name, tensor in tensors(wider(factor)).items():
             if tensor.is_hidden_matrix:
-                norm = tensor_settings(config, tensor).lr_factor * lr_scale(scale)(*tensor.shape)
+                norm = tensor_settings(config, tensor).lr_factor * LR_SCALES[scale](*tensor.shape)
                 norms.setdefault(name, []).append(norm / math.sqrt(tensor.outputs / tensor.inputs))
     assert len(norms) == 2 * 7
     for name, found in norms.items():

@@ -16,7 +16,6 @@ from harness.config.optimizer import (
     IMPLEMENTATIONS,
     LR_SCALES,
     OptimizerConfig,
-    lr_scale,
 )
 from harness.model.decoder import Decoder
 from harness.model.spec import tensors
@@ -311,7 +310,7 @@ def test_a_step_of_muon_by_hand():
 
 
 def muon(groups, state_dtype=torch.float32):
-    scale = lr_scale("match_rms_adamw")
+    scale = LR_SCALES["match_rms_adamw"]
     return Muon(groups, 1.0, state_dtype, momentum=0.9, dtype=torch.float32, scale=scale)
 
 
