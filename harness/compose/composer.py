@@ -252,12 +252,14 @@ class Composer:
                 return str(value.input_line), True
         source = ""
         model = partial(self._model, overrides)
-        for layer in self._hydra.layers(self.config_name, tuple(choices), self.schema, model):
-            content: Any = layer.content
+        content: Any
+        for name, content in self._hydra.layers(
+            self.config_name, tuple(choices), self.schema, model
+        ):
             for part in field.split("."):
                 content = content.get(part, MISSING) if isinstance(content, dict) else MISSING
-            if content is not MISSING and layer.name not in ("train", "job_schema"):
-                source = layer.name
+            if content is not MISSING and name not in ("train", "job_schema"):
+                source = name
         return source, False
 
     def _with_file(self, error: ConfigError, overrides: list[Override]) -> UserError:

@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,19 +31,6 @@ from harness.util.errors import ConfigError, UserError
 SCHEMA = "job_schema"
 """Config that every primary one starts from: the defaults of the job's dataclass."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A file of a job.
-
-    Attributes:
-        name: such as ``model/llama3_8b``.
-        content: its values, at their places in the job.
-    """
-
-    name: str
-    content: dict[str, Any]
 
 
 class Hydra:
@@ -100,8 +86,8 @@ class Hydra:
         choices: tuple[str, ...],
         schema: type,
         model: Callable[[], dict[str, Any]],
-    ) -> Iterator[Layer]:
-        """Yield the files of a job, later ones win."""
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the files of a job, later ones win: name, and values at their places in the job."""
         from hydra._internal.defaults_list import create_defaults_list
 
         if (primary, choices) not in self._layers:
@@ -123,7 +109,7 @@ class Hydra:
             for part in reversed(package.split(".") if package else []):
                 content = {part: content}
             check_time(name, content)
-            yield Layer(name, content)
+            yield name, content
 
     def composed(
         self,
@@ -136,13 +122,12 @@ class Hydra:
         key = primary, choices, schema
         if key not in self._composed:
             config: dict[str, Any] = {}
-            layers = list(self.layers(primary, choices, schema, model))
-            for layer in layers:
-                merge(config, layer.content)
+            names = []
+            for name, content in self.layers(primary, choices, schema, model):
+                merge(config, content)
+                names.append(name)
             config = with_types(config, schema)
-            if any(
-                layer.name == f"model/{FROM_CONFIG}" for layer in layers
-            ):  # read again for each job
+            if f"model/{FROM_CONFIG}" in names:  # read again for each job
                 return config
             self._composed[key] = config
         return copied(self._composed[key])
@@ -305,7 +290,10 @@ def search_path(
         if typed
         else _of_primary(names.get(primary, primary), [*found.values()] or now.added)
     )
-    found |= {_absolute(entry): _folder(entry, SETTING) for entry in entries}
+    for entry in entries:
+        folder = _folder(entry, SETTING)
+        # An element that means the same from another folder.
+        found[entry if entry.startswith("pkg://") else f"file://{folder}"] = folder
     if not found and names == now.primaries:
         yield rest
         return
@@ -314,7 +302,7 @@ def search_path(
         yield [f"{SETTING}=[{','.join(entries)}]", *rest] if found else rest
 
 
-def shadowed() -> str:
+def shadowed() -> list[str]:
     """Say which of the user's files are not used, because an earlier folder has another of the same name."""
     shown = []
     for path in config_folders().paths[1:]:
@@ -326,7 +314,7 @@ def shadowed() -> str:
     more = len(shown) - SHADOWED_SHOWN
     if more > 0:
         shown[SHADOWED_SHOWN:] = [f"and {more} more files"]
-    return "\n".join(shown)
+    return shown
 
 
 def _entries(override: str) -> list[str]:
@@ -364,10 +352,9 @@ def _texts(value: Any, source: str) -> list[str]:
     elements = value if isinstance(value, list) else [None]
     # Hydra's quoted texts are a class of their own.
     texts = [getattr(element, "text", element) for element in elements]
-    names = [text for text in texts if isinstance(text, str) and text]
-    if len(names) < len(texts):
+    if not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{source}: must be a list of folders or packages; would work: {_WORKS}")
-    return names
+    return texts
 
 
 def _folder(entry: str, source: str) -> Path:
@@ -387,8 +374,3 @@ def _folder(entry: str, source: str) -> Path:
     except (OSError, ValueError):  # an invalid path
         pass
     raise UserError(f"{shown}: no such folder; would work: {_WORKS}")
-
-
-def _absolute(entry: str) -> str:
-    """Return an element that means the same from another folder."""
-    return entry if entry.startswith("pkg://") else f"file://{_folder(entry, SETTING)}"

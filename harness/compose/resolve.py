@@ -5,9 +5,8 @@ A rule raises ConfigError; the rules of one part are beside its fields.
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from harness.compose.length import with_length
 from harness.config.cluster import count_gpus
@@ -170,135 +169,118 @@ def check_chunked_loss(job: Job) -> None:
         )
 
 
-class NoEffect(NamedTuple):
-    """A case in which a job cannot use a field: then it must have its default.
-
-    The rule of a single off switch is beside its field (``needs``).
-    """
-
-    field: str
-    when: bool
-    rule: str
-    works: str
-
-
-def refuse_without_effect(job: Job, rows: Iterable[NoEffect]) -> None:
-    for row in rows:
-        part, _, name = row.field.partition(".")
-        config = getattr(job, part)
-        value = getattr(config, name)
-        default = getattr(type(config), name)
-        if row.when and value != default:
-            raise ConfigError(row.field, value, row.rule, row.works)
-
-
 def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
-    """Check that options of torch for GPUs would have an effect."""
+    """Check that options of torch for GPUs would have an effect.
+
+    A row is a case in which a job cannot use a field, which then must have its default. The rule
+    of a single off switch is beside its field (``needs``).
+    """
     layout = job.parallelism
     is_ring = layout.cp > 1 and layout.cp_method == "ring"
     is_sdpa = job.training.attention == "sdpa" and not is_ring
     ranks_per_node = job.cluster.nodes_for(job.world_size)[1]
     off = "parallelism.async_tp=false"
     varlen = "default, or training.attention=varlen"
+    # Field, whether it has no effect, the rule, and what would work.
     rows = [
-        NoEffect(
+        (
             "parallelism.async_tp",
             not (job.compile.blocks and job.compile.backend == "inductor"),
             "is a pass of the compiler, and blocks are not compiled by inductor",
             f"compile=on, or {off}",
         ),
-        NoEffect(
+        (
             "parallelism.async_tp",
             on_cpu,
             "needs GPUs with symmetric memory, and the ranks compute on CPUs",
             off,
         ),
-        NoEffect(
+        (
             "parallelism.async_tp",
             ranks_per_node % layout.tp != 0,
             f"needs tensor-parallel ranks on one node; ranks per node: {ranks_per_node}",
             f"{off}, or a parallelism.tp that divides {ranks_per_node}",
         ),
-        NoEffect(
+        (
             "parallelism.fsdp_buffers",
             on_cpu,
             "is memory of GPUs, and the ranks compute on CPUs",
             "default",
         ),
-        NoEffect(
+        (
             "parallelism.fsdp_buffers",
             layout.fsdp_buffers == "symmetric" and layout.async_tp,
             "is NCCL's symmetric memory, and parallelism.async_tp uses torch's: a process has one kind",
             f"default, registered, or {off}",
         ),
-        NoEffect(
+        (
             "training.flash",
             on_cpu,
             "is a kernel of GPUs, and the ranks compute on CPUs",
             "default",
         ),
-        NoEffect(
+        (
             "training.flash",
             job.precision.param_dtype == "float32",
             "needs 16-bit formats, and precision.param_dtype is float32",
             "default, or precision=bf16",
         ),
-        NoEffect(
+        (
             "training.flash",
             job.training.attention not in ("sdpa", "varlen"),
             f"training.attention={job.training.attention} has kernels of its own",
             varlen,
         ),
-        NoEffect(
+        (
             "training.flash",
             is_sdpa and not job.data.attend_across_documents,
             "sdpa masks documents, which flash attention cannot",
             varlen,
         ),
-        NoEffect(
+        (
             "training.flash",
             is_sdpa and job.model.head_width != job.model.value_width,
             f"in sdpa it needs keys and values of one width; {job.model.name} has two",
             varlen,
         ),
-        NoEffect(
+        (
             "compile.mode",
             on_cpu,
             "tunes kernels of GPUs, and the ranks compute on CPUs",
             "default",
         ),
-        NoEffect(
+        (
             "compile.mode",
             job.debug.deterministic,
             "chooses kernels by their time, which debug.deterministic=true does not allow",
             "default, or debug.deterministic=false",
         ),
     ]
-    refuse_without_effect(job, rows)
+    for field, has_no_effect, rule, works in rows:
+        part, _, name = field.partition(".")
+        config = getattr(job, part)
+        value = getattr(config, name)
+        if has_no_effect and value != getattr(type(config), name):
+            raise ConfigError(field, value, rule, works)
 
 
-class Captured(NamedTuple):
-    """What a field must be in a step that a device repeats without the host."""
-
-    field: str
-    values: list[Any]
-    why: str
-
-
-CAPTURED = (
-    Captured("parallelism.pp", [1], "the host starts the passes of a pipeline"),
-    Captured("parallelism.ep", [1], "the host waits for the rows of experts on other ranks"),
-    Captured("parallelism.cpu_offload", [False], "the host updates offloaded parameters"),
-    Captured("parallelism.async_tp", [False], "GPUs signal each other by counts of steps"),
-    Captured("parallelism.fsdp_buffers", ["default"], "NCCL registers buffers outside of graphs"),
-    Captured("schedule.batch_size", [[]], "all steps have one size"),
-    Captured("schedule.seq_len", [[]], "all steps have one size"),
-    Captured(
-        "optimizer.implementation", ["auto", "fused"], "the host computes factors of other updates"
+# What a field must be in a step that a device repeats without the host, and why.
+CAPTURED: tuple[tuple[str, list[Any], str], ...] = (
+    ("parallelism.pp", [1], "the host starts the passes of a pipeline"),
+    ("parallelism.ep", [1], "the host waits for the rows of experts on other ranks"),
+    ("parallelism.cpu_offload", [False], "the host updates offloaded parameters"),
+    ("parallelism.async_tp", [False], "GPUs signal each other by counts of steps"),
+    ("parallelism.fsdp_buffers", ["default"], "NCCL registers buffers outside of graphs"),
+    ("schedule.batch_size", [[]], "all steps have one size"),
+    ("schedule.seq_len", [[]], "all steps have one size"),
+    (
+        "optimizer.implementation",
+        ["auto", "fused"],
+        "the host computes factors of other updates",
     ),
-    Captured("debug.nan", [False], "the host looks at every output"),
-    Captured("debug.anomaly", [False], "the host looks at every gradient"),
-    Captured("profiling.phases", [False], "the host times phases"),
+    ("debug.nan", [False], "the host looks at every output"),
+    ("debug.anomaly", [False], "the host looks at every gradient"),
+    ("profiling.phases", [False], "the host times phases"),
 )
 
 
@@ -308,26 +290,24 @@ def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
         return
     rows = list(CAPTURED)
     if architecture_of(job.model).batches != "tokens":
-        rows.append(Captured("model.architecture", ["decoder"], "the host draws noise"))
+        rows.append(("model.architecture", ["decoder"], "the host draws noise"))
     if job.model.moe.enabled:
         why = "the host multiplies other experts one by one"
-        rows.append(Captured("precision.param_dtype", ["bfloat16"], why))
+        rows.append(("precision.param_dtype", ["bfloat16"], why))
     if not job.data.attend_across_documents or job.model.attention.chunk is not None:
         why = "the host waits for the number of documents"
-        rows.append(Captured("training.attention", ["sdpa", "flex"], why))
+        rows.append(("training.attention", ["sdpa", "flex"], why))
     if job.compile.enable:
         backends = [name for name in BACKENDS if name != "cudagraphs"]
-        rows.append(
-            Captured("compile.backend", backends, "a graph cannot be captured inside of another")
-        )
+        rows.append(("compile.backend", backends, "a graph cannot be captured inside of another"))
     if on_cpu:
-        rows.append(Captured("cluster.device", ["cuda"], "CPUs have no graphs"))
-    for row in rows:
-        value = attrgetter(row.field)(job)
-        if value not in row.values:
-            rule = f"compile.cuda_graphs=true repeats a captured step, and {row.why}"
-            works = [*map(as_typed, row.values), "compile.cuda_graphs=false"]
-            raise ConfigError(row.field, value, rule, works)
+        rows.append(("cluster.device", ["cuda"], "CPUs have no graphs"))
+    for field, values, why in rows:
+        value = attrgetter(field)(job)
+        if value not in values:
+            rule = f"compile.cuda_graphs=true repeats a captured step, and {why}"
+            works = [*map(as_typed, values), "compile.cuda_graphs=false"]
+            raise ConfigError(field, value, rule, works)
 
 
 def check_heads_of_flex(job: Job) -> None:

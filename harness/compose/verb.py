@@ -41,8 +41,14 @@ from harness.util.errors import (
 
 
 def prepare_process() -> None:
-    """Ignore broken pipes; restart in UTF-8 mode if the locale is not UTF-8."""
-    _use_utf8()
+    """Ignore broken pipes; restart in UTF-8 mode if the locale is not UTF-8.
+
+    Otherwise file names, output and arguments would be limited to the locale's encoding. Child
+    processes inherit the mode.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     stream = sys.stdout
     if not isinstance(stream, io.TextIOWrapper) or stream is not sys.__stdout__:
         return  # the output is captured
@@ -73,18 +79,6 @@ class Output(io.FileIO):
                     f"standard output cannot be written: {error.strerror}"
                 ) from error
         return memoryview(data).nbytes
-
-
-def _use_utf8() -> None:
-    """Restart this process in Python's UTF-8 mode if the locale has another encoding.
-
-    Otherwise file names, output and arguments would be limited to that encoding. Child processes
-    inherit the mode.
-    """
-    if sys.getfilesystemencoding() == "utf-8" or not sys.executable:
-        return
-    os.environ["PYTHONUTF8"] = "1"
-    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 # How long the other ranks wait, so that rank 0 reports an error that all ranks have.
@@ -224,7 +218,9 @@ class Verb:
             typed, name, folders=line.config_dir or (), primaries={self.name: name}
         ) as found:
             line.overrides = found
-            _warn_of_shadowed_files()
+            # Once, if torchrun started several ranks.
+            if config_folders().added and os.environ.get("RANK", "0") == "0":
+                sys.stderr.write("".join(f"WARNING {each}\n" for each in shadowed()))
             yield self._composed(line, name, self.job, run)
 
     def _composed(
@@ -245,13 +241,6 @@ class Verb:
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
         return partial(run, job, line.overrides), line.json
-
-
-def _warn_of_shadowed_files() -> None:
-    """Print which of the user's configurations are not used; once, if torchrun started several ranks."""
-    if config_folders().added and os.environ.get("RANK", "0") == "0":
-        for warning in filter(None, shadowed().split("\n")):
-            sys.stderr.write(f"WARNING {warning}\n")
 
 
 @contextmanager

@@ -72,16 +72,14 @@ class RankDied(MachineError):
         if exit_code >= 0:
             return cls(rank, f"exit code {exit_code}", logs)
         how = f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        hint = ""
-        kind = None
-        if exit_code == -signal.SIGKILL:
-            hint = ": killed from outside, or by the kernel's OOM killer"
-            if memory_kills:
-                kind = "out_of_memory"
-                hint = f": the kernel's OOM killer killed {memory_kills} process(es) meanwhile"
-        elif exit_code == -signal.SIGTERM:
-            hint = ": ended from outside"
-        return cls(rank, how, logs, hint=hint, kind=kind)
+        if exit_code == -signal.SIGKILL and memory_kills:
+            hint = f": the kernel's OOM killer killed {memory_kills} process(es) meanwhile"
+            return cls(rank, how, logs, hint=hint, kind="out_of_memory")
+        hints = {
+            -signal.SIGKILL: ": killed from outside, or by the kernel's OOM killer",
+            -signal.SIGTERM: ": ended from outside",
+        }
+        return cls(rank, how, logs, hint=hints.get(exit_code, ""))
 
 
 def dead_ranks(output: str, logs: Path, *, late: bool = False) -> list[tuple[int, RankDied]]:

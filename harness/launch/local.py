@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from subprocess import Popen
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
@@ -74,7 +74,11 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
     started = time.monotonic()
     try:
         if job.world_size == 1 and not apart:
-            code = _run_here(job, folder, started)
+            from harness.train.rank import run_rank
+
+            os.environ.update(openmp_environment(job))
+            with stop_signals_interrupt():
+                code = run_rank(job, folder, started=started)
         else:
             code = _run_ranks(job, folder, started)
     except BaseException as error:
@@ -89,14 +93,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         folder.release()
 
 
-def _run_here(job: Job, folder: RunFolder, started: float) -> int:
-    from harness.train.rank import run_rank
-
-    os.environ.update(openmp_environment(job))
-    with stop_signals_interrupt():
-        return run_rank(job, folder, started=started)
-
-
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     kills_before = count_memory_kills()
     with StopRequest(raises=False) as stop, rendezvous_store() as port:
@@ -106,14 +102,14 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     asked = stop.signal is not None
     # Until its loop begins, a stop signal kills a rank.
     obeyed = (-signal.SIGTERM, -signal.SIGINT) if asked else ()
-    failed = {
-        rank: code for rank, code in ended.items() if code not in (EXIT_OK, *STOPPED, *obeyed)
-    }
     kills = count_memory_kills() - kills_before
     logs = folder.path / "logs"
-    record_dead(
-        folder, [(rank, RankDied.by_code(rank, code, kills, logs)) for rank, code in failed.items()]
-    )
+    dead = [
+        (rank, RankDied.by_code(rank, code, kills, logs))
+        for rank, code in ended.items()
+        if code not in (EXIT_OK, *STOPPED, *obeyed)
+    ]
+    record_dead(folder, dead)
     if EXIT_RESUMABLE in ended.values():
         return EXIT_RESUMABLE  # all ranks have saved, or none has
     if asked or EXIT_INTERRUPTED in ended.values():
@@ -168,15 +164,11 @@ def _started(
         for rank in range(world_size):
             own = {**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with contextlib.ExitStack() as files:
-                out, err = (
-                    files.enter_context((run_dir / "logs" / f"rank{rank}.{name}").open("wb"))
-                    if rank
-                    else None
-                    for name in ("out", "err")
-                )
-                processes[rank] = Popen(
-                    command, env=own, stdout=out, stderr=err, start_new_session=True
-                )
+                streams: dict[str, Any] = {}
+                for name in ("out", "err") if rank else ():
+                    log = (run_dir / "logs" / f"rank{rank}.{name}").open("wb")
+                    streams[f"std{name}"] = files.enter_context(log)
+                processes[rank] = Popen(command, env=own, start_new_session=True, **streams)
         yield processes
     finally:
         for process in processes.values():
@@ -189,9 +181,6 @@ def _started(
 
 GRACE_SECONDS = 0.5
 ROW_SECONDS = 3.0
-_BEGUN = "begun"
-_REFUSED = "refused"
-_FINISHED = "finished"
 
 
 def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
@@ -216,9 +205,9 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
                 from harness.train.setup import rendezvous
 
             store = rendezvous(job)
-        outcome = _begin_on_rank_0(job, folder, overrides, rank, store)
-        if outcome != _BEGUN:
-            leave(EXIT_OK if outcome == _FINISHED else EXIT_USER)
+        ended = _begin_on_rank_0(job, folder, overrides, rank, store)
+        if ended:
+            leave(int(ended))
         code = run_rank(job, folder, started=started, store=store)
         _report_failure(job, folder, code, rank)
     # The lock on the folder is released when the process ends.
@@ -228,15 +217,15 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
 def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
+    """Begin the run; return the exit code of all ranks as a text, which is empty if they train."""
     # The other ranks wait: none may write into an earlier attempt.
     if rank != 0 and store is not None:
         with stop_signals_end():
             return store.get("folder").decode()
-    outcome = _BEGUN
+    ended = ""
     try:
         if is_finished(job, folder.path):
-            show_finished(job, folder.path)
-            outcome = _FINISHED
+            ended = str(show_finished(job, folder.path))
         else:
             begin(folder, job, overrides, adopt=True)
     except UserError as error:
@@ -244,10 +233,10 @@ def _begin_on_rank_0(
         # first ends.
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
-        outcome = _REFUSED
+        ended = str(EXIT_USER)
     if store is not None:
-        store.set("folder", outcome)
-    return outcome
+        store.set("folder", ended)
+    return ended
 
 
 def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:

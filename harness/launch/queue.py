@@ -166,9 +166,7 @@ def submit_script(script: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     number, _, _ = done.stdout.strip().partition(";")  # the name of the cluster may follow
     if done.returncode != 0 or not number.isdigit():
-        message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        if _NO_CONFIGURATION in message:
-            raise NoSlurm("sbatch", "finds no configuration")
+        message = _complaint(done)
         if _NO_ANSWER.search(message):
             raise SlurmError(f"sbatch: {message}")
         raise UserError(f"sbatch refuses the job: {message}")
@@ -247,10 +245,13 @@ def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
         lines = _run("sacct", "--noheader", "--parsable2", "-X", form, "-j", ",".join(job_ids))
     except SlurmError:
         return {}  # sacct is installed, but accounting is not configured
-    rows = (line.split(_SEPARATOR, 2) for line in lines.splitlines() if line.count(_SEPARATOR) >= 2)
-    return {
-        (job_id, name): state.split()[0] for job_id, state, name in rows if state
-    }  # CANCELLED by 1000
+    states = {}
+    for line in lines.splitlines():
+        job_id, _, rest = line.partition(_SEPARATOR)
+        state, _, name = rest.partition(_SEPARATOR)
+        if state:
+            states[job_id, name] = state.split()[0]  # CANCELLED by 1000
+    return states
 
 
 @functools.cache
@@ -278,11 +279,11 @@ def largest_array() -> int:
     """Return how many tasks an array may have; SLURM's default if there is no SLURM here."""
     if shutil.which("scontrol") is None:
         return LARGEST_ARRAY
+    found = None
     with contextlib.suppress(NoSlurm):
         shown = _run("scontrol", "show", "config")
         found = re.search(r"^MaxArraySize *= *(\d+)", shown, re.MULTILINE)
-        return LARGEST_ARRAY if found is None else max(1, int(found[1]))
-    return LARGEST_ARRAY
+    return LARGEST_ARRAY if found is None else max(1, int(found[1]))
 
 
 def _facts(line: str) -> dict[str, str]:
@@ -372,12 +373,16 @@ def _run(*command: str) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]}: no answer within {COMMAND_SECONDS} s") from None
     if done.returncode != 0:
-        # scontrol reports unknown array tasks on stdout.
+        shown = f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}"
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        message = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
-        if _NO_CONFIGURATION in message:
-            raise NoSlurm(command[0], "finds no configuration")
-        raise SlurmError(
-            f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {message}", lines
-        )
+        raise SlurmError(f"{shown}: {_complaint(done)}", lines)
     return done.stdout
+
+
+def _complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """Return in a line why a command failed; raise NoSlurm if it finds no configuration."""
+    # scontrol reports unknown array tasks on stdout.
+    said = " ".join((done.stderr.strip() or done.stdout).split())
+    if _NO_CONFIGURATION in said:
+        raise NoSlurm(done.args[0], "finds no configuration")
+    return said or f"exit code {done.returncode}"

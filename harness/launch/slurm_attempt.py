@@ -95,12 +95,9 @@ class Allocation:
     @classmethod
     def here(cls) -> Allocation:
         """Return the allocation that this process runs in."""
-        array = os.environ.get("SLURM_ARRAY_JOB_ID")
-        ident = (
-            os.environ["SLURM_JOB_ID"]
-            if array is None
-            else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-        )
+        ident = os.environ["SLURM_JOB_ID"]
+        if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+            ident = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
     def state(self) -> str:
@@ -139,7 +136,10 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
             check_nodes(job, folder.path)
         code = _run_ranks(job, folder, allocation, started, received)
     except Exception as error:
-        if _may_pass(error, job) and allocation.restarts < job.cluster.max_requeues:
+        # The ranks may start elsewhere, or later: SLURM's controller was away.
+        unfit = isinstance(error, UnfitNodes) and job.cluster.node_check == "exclude"
+        may_pass = unfit or isinstance(error, queue.SlurmError)
+        if may_pass and allocation.restarts < job.cluster.max_requeues:
             return _requeue_after(error, job, folder, allocation)
         code = folder.errors.record(None, error)["exit_code"]
     if code in STOPPED:
@@ -155,12 +155,6 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         folder.errors.record(None, NoProgress())
         return finish_run(job, folder, NoProgress.exit_code)
     return _requeue(job, folder, allocation)
-
-
-def _may_pass(error: Exception, job: Job) -> bool:
-    """Whether the ranks may start elsewhere, or later: SLURM's controller was away."""
-    unfit = isinstance(error, UnfitNodes) and job.cluster.node_check == "exclude"
-    return unfit or isinstance(error, queue.SlurmError)
 
 
 def _has_progress(folder: RunFolder) -> bool:
@@ -185,12 +179,15 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
             time.sleep(POLL_SECONDS)
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     # The record in the folder is another job's if the script was submitted again by hand.
-    name = os.environ["SLURM_JOB_NAME"]
-    index = None if task is None else int(task)
-    logs = (SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)).logs
-    ident = allocation.job_id
-    restarts = allocation.restarts
-    SlurmJobRecord(name, index, ident, restarts, logs=logs, begun=True).write(folder.path)
+    before = SlurmJobRecord.read(folder.path)
+    SlurmJobRecord(
+        os.environ["SLURM_JOB_NAME"],
+        None if task is None else int(task),
+        allocation.job_id,
+        allocation.restarts,
+        logs=None if before is None else before.logs,
+        begun=True,
+    ).write(folder.path)
 
 
 def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
@@ -215,10 +212,8 @@ def _run_ranks(
     with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
         if "OMP_NUM_THREADS" not in job.cluster.env:
             os.environ.pop("OMP_NUM_THREADS", None)  # of the submitting shell, passed on by sbatch
-        environment = {
-            **os.environ,
-            **rank_environment(job, port, started),
-        }  # srun sets each task's rank
+        # srun sets each task's rank.
+        environment = {**os.environ, **rank_environment(job, port, started)}
         returned = None
 
         def start() -> str:

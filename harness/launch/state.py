@@ -96,11 +96,9 @@ class SlurmJobRecord:
     def lost_in_words(self, *, is_killed: bool = False) -> str:
         """A message that the job ended without a result, or its process was killed, with its log's path."""
         named = f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
-        how = (
-            f"the batch process of {named} was killed"
-            if is_killed
-            else f"{named} ended without a result"
-        )
+        how = f"{named} ended without a result"
+        if is_killed:
+            how = f"the batch process of {named} was killed"
         if self.log is None:
             return how
         if not self.log.is_file():
@@ -138,26 +136,16 @@ def state_of(
     kind, cause = _failure(folder) if status == "failed" else (None, "")
     if kind and not has_begun and (found is None or found.state == "COMPLETING"):
         return "failed", cause, kind
-    if found is not None:
-        again = (
-            f", started {record.restarts + 1} times"
-            if record is not None and record.restarts
-            else ""
-        )
+    if record is not None and found is not None:
+        again = f", started {record.restarts + 1} times" if record.restarts else ""
         after = f", after {kind}: {cause}" if kind else ""
         if found.state in ("SUSPENDED", "STOPPED"):
-            return (
-                "suspended",
-                f"job {found.id}: scontrol resume {found.id} continues it{again}",
-                None,
-            )
+            how = f"job {found.id}: scontrol resume {found.id} continues it{again}"
+            return "suspended", how, None
         if found.never_starts:
             works = "cancel it (harness sweep cancel), then a request that SLURM can meet"
-            return (
-                "blocked",
-                f"job {found.id} can never start: {found.reason}; would work: {works}",
-                "user",
-            )
+            why = f"job {found.id} can never start: {found.reason}; would work: {works}"
+            return "blocked", why, "user"
         if found.is_waiting:
             requeued = f", requeued by SLURM{after}" if after else ""
             return "pending", f"job {found.id} waits: {found.reason}{again}{requeued}", None
@@ -165,11 +153,8 @@ def state_of(
     if status == "interrupted" and not has_begun:
         if record is not None and record.cancelled:
             return "cancelled", "", None
-        return (
-            "stopped",
-            folder.stop_reason or "before its end; the same command continues it",
-            None,
-        )
+        why = folder.stop_reason or "before its end; the same command continues it"
+        return "stopped", why, None
     if status in (None, "planned"):
         return "planned", "", None
     if record is None:

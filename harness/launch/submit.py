@@ -32,6 +32,9 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         return EXIT_OK
     require_slurm()
     ident: str | None
+    there = job
+    how = "submitted"
+    about = ""
     seen = _last_state(folder, submission)
     if not seen.is_held:
         confirm([job])
@@ -41,9 +44,6 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         if not seen.is_held:
             [ident] = submit(submission, [folder], [overrides], adopt=True)
         folder.release()
-    there = job
-    how = "submitted"
-    about = ""
     if seen.is_held:
         there = folder.read_job()
         how = f"already submitted ({seen.state})"

@@ -119,7 +119,7 @@ class RunFolder:
         try:
             rows = [row for row in read_rows(self.path / METRICS)[0] if "loss" in row]
         except OSError:
-            rows = []
+            return {}
         return rows[-1] if rows else {}
 
     @property
@@ -179,7 +179,7 @@ class RunFolder:
         """Lock the folder and keep the lock, unless the body raises."""
         try:
             with self._written():
-                self._hold()
+                self.hold()
                 self._refuse_if_running()
                 yield
         except BaseException:
@@ -210,15 +210,12 @@ class RunFolder:
 
     def hold(self) -> None:
         """Lock the folder, unless this object has done so; the lock ends with the process at the latest."""
-        with self._written():
-            self._hold()
-
-    def _hold(self) -> None:
         if self._lock is not None:
             return
         try:
             # None on file systems without locks; _refuse_if_running then checks the status alone.
-            self._lock = lock(self.path / LOCK, create=True)
+            with self._written():
+                self._lock = lock(self.path / LOCK, create=True)
         except LockedError:
             raise self._running(self._read(STATUS)) from None
 

@@ -50,11 +50,28 @@ class RunRecord:
         if row and all(row.get(name) == value for name, value in ending.items()):
             return
         if row:
-            row = {
-                name: value for name, value in row.items() if not name.startswith("error.")
-            } | ending
+            kept = {name: row[name] for name in row if not name.startswith("error.")}
+            row = {**kept, **ending}
         else:
-            row = self._row(ending, self._last_facts() if facts is None else facts)
+            if facts is None:
+                last = {"step": 0, "tokens": 0, "loss": None, **self.folder.last_metrics}
+                facts = {name: last[name] for name in ("step", "tokens", "loss")}
+            job = self.job
+            row = {
+                "id": job.id,
+                "numerics_id": job.numerics_id,
+                "name": job.name,
+                **ending,
+                "world_size": job.world_size,
+                **facts,
+                "job": job.to_dict(),
+                "code": self.folder.code,
+                "host": {
+                    "name": socket.gethostname(),
+                    "system": platform.platform(),
+                    "cores": os.cpu_count(),
+                },
+            }
         path = self.folder.path
         try:
             write_result(path, row)
@@ -64,32 +81,6 @@ class RunRecord:
                 f"WARNING {path}: how the run ended ({reason}, exit code {code}) cannot be "
                 f"written: {error.strerror}\n"
             )
-
-    def _row(self, ending: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-        job = self.job
-        return {
-            "id": job.id,
-            "numerics_id": job.numerics_id,
-            "name": job.name,
-            **ending,
-            "world_size": job.world_size,
-            **facts,
-            "job": job.to_dict(),
-            "code": self.folder.code,
-            "host": {
-                "name": socket.gethostname(),
-                "system": platform.platform(),
-                "cores": os.cpu_count(),
-            },
-        }
-
-    def _last_facts(self) -> dict[str, Any]:
-        last = self.folder.last_metrics
-        return {
-            "step": last.get("step", 0),
-            "tokens": last.get("tokens", 0),
-            "loss": last.get("loss"),
-        }
 
     def _cause(self, reason: str) -> dict[str, Any]:
         if reason == INTERRUPTED and self.folder.is_cancelled:

@@ -77,10 +77,8 @@ def main() -> None:
 
 
 def _run_srun_task(job: Job, folder: RunFolder) -> NoReturn:
-    os.environ["RANK"], os.environ["LOCAL_RANK"] = (
-        os.environ["SLURM_PROCID"],
-        os.environ["SLURM_LOCALID"],
-    )
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     with stop_signals_interrupt():
         code = run_rank(job, folder, started=float(os.environ[STARTED]))
     # srun treats other exit codes as failures, and would kill rank 0 while it writes the run's row.

@@ -180,11 +180,8 @@ def metrics_of_rows(observers: Iterable[Observer | type[Observer]]) -> list[Metr
 
 def metrics_of_ranks(observers: Iterable[Observer | type[Observer]]) -> list[Metric]:
     """The columns of the rows of ranks."""
-    return [
-        *_RANK,
-        *MEMORY,
-        *(metric for observer in observers for metric in observer.metrics_of_rank),
-    ]
+    of_observers = [metric for observer in observers for metric in observer.metrics_of_rank]
+    return [*_RANK, *MEMORY, *of_observers]
 
 
 def metrics_of_result() -> list[Metric]:
@@ -204,6 +201,8 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
     progress = trainer.progress
     interval = trainer.window.interval()
     loads = noted.loads
+    schedule = trainer.job.schedule
+    sizes = trainer.run.sizes.at(step.number)
     return {
         "step": step.number,
         "loss": outcome.loss,
@@ -219,19 +218,11 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         **_speed(trainer, interval["tokens_per_second"], trainer.window.interval_lengths),
         **progress.maxima,
         "skipped_steps": progress.skipped_steps,
-        **_scheduled_sizes(step.number, trainer),
+        **({"schedule.batch_size": sizes.batch_size} if schedule.batch_size else {}),
+        **({"schedule.seq_len": sizes.seq_len} if schedule.seq_len else {}),
         **({} if loads is None else trainer.engine.balance.metrics(loads.read(), outcome.tokens)),
         **noted.columns,
         "time": time.time(),
-    }
-
-
-def _scheduled_sizes(step: int, trainer: Trainer) -> Row:
-    schedule = trainer.job.schedule
-    phase = trainer.run.sizes.at(step)
-    return {
-        **({"schedule.batch_size": phase.batch_size} if schedule.batch_size else {}),
-        **({"schedule.seq_len": phase.seq_len} if schedule.seq_len else {}),
     }
 
 
@@ -243,18 +234,14 @@ def result_row(trainer: Trainer) -> Row:
     accounting = trainer.efficiency.mean(trainer.window.lengths)
     peak = trainer.efficiency.peak
     return {
-        "step": progress.step,
+        **progress.saved(),
         "start_step": progress.start_step,
         "resumed_from": trainer.resumed_from,
         "saved": trainer.is_saved,
         "checkpoint": asdict(trainer.saver.account),
-        "tokens": progress.tokens,
-        "loss": progress.loss,
-        "validation_loss": progress.validation_loss,
         **progress.source_validation,
         **progress.evaluation,
         **source_progress(trainer),
-        "skipped_steps": progress.skipped_steps,
         "first_step_seconds": progress.first_step_seconds,
         "compile_seconds": compiler.seconds,
         "recompiles": compiler.recompiles,
@@ -294,12 +281,12 @@ def source_progress(trainer: Trainer) -> Row:
     if not per_epoch:
         return {}
     samples = trainer.loader.state_dict()["mixture"]["counts"]
-    seq_len = trainer.job.training.seq_len
-    tokens = {f"tokens.{name}": samples[name] * seq_len for name in per_epoch}
-    epochs = {
-        f"epochs.{name}": samples[name] / number for name, number in per_epoch.items() if number
-    }
-    return {**tokens, **epochs}
+    row: Row = {}
+    for name, number in per_epoch.items():
+        row[f"tokens.{name}"] = samples[name] * trainer.job.training.seq_len
+        if number:
+            row[f"epochs.{name}"] = samples[name] / number
+    return row
 
 
 def shown_summary(result: Row) -> Row:

@@ -1,6 +1,5 @@
 """The training loop: data, gradients, update, metrics, observers, checkpoints, stop."""
 
-import functools
 import os
 import time
 from collections import deque
@@ -100,7 +99,7 @@ class Trainer:
             open_until_the_end.callback(self.loader.close)
             open_until_the_end.callback(self.engine.close)
             for observer in self.observers:
-                open_until_the_end.push(functools.partial(_close, observer))
+                open_until_the_end.push(lambda _kind, error, _, own=observer: own.close(error))
             if "RANK" in os.environ:
                 # A launcher sends them when a rank has failed; they would hide the error.
                 open_until_the_end.callback(ignore_stop_signals)
@@ -240,21 +239,19 @@ class Trainer:
     def _start(self) -> None:
         if self.job.checkpoint.enable:
             self.saver.prepare()
-            starter = CheckpointLoader(
+            resumed = CheckpointLoader(
                 self.job, self.run.folder, self.engine, self.loader, self.run.ranks, huggingface
-            )
-            resumed = starter.start()
+            ).start()
             for message in resumed.messages:
                 self._message(message)
             self.resumed_from = resumed.path
             self.progress.resume(resumed.state)
         if self.recorder is not None:
-            step = self.progress.step
             hidden = {"loss_max"} if self.job.world_size == 1 else set()
             if self.efficiency.peak.flops is not None or self.engine.device.type == "cpu":
                 hidden.add("tflops_per_device")
             shown = [each for each in metrics_of_rows(self.observers) if each.name not in hidden]
-            self.recorder.begin(step, shown)
+            self.recorder.begin(self.progress.step, shown)
 
     def _save_seed(self) -> str:
         if self.resumed_from is not None and self.progress.step > 0:
@@ -293,11 +290,10 @@ class Trainer:
 
     def _save_if_due(self, step: int, stopping: bool) -> None:
         config = self.job.checkpoint
-        last = self.job.steps
         self.saver.poll()
-        if config.is_due(step, last) or (stopping and config.writes):
+        if config.is_due(step, self.job.steps) or (stopping and config.writes):
             with self.timer.section("checkpoint"):
-                self._save(final=stopping or step == last)
+                self._save(final=stopping or step == self.job.steps)
 
     def _save(self, *, final: bool) -> None:
         self.saver.save(self.progress.step, self.progress.saved(), final=final)
@@ -384,9 +380,3 @@ class Trainer:
     def _message(self, text: str) -> None:
         if self.recorder is not None:
             self.recorder.message(text)
-
-
-def _close(
-    observer: Observer, kind: type[BaseException] | None, error: BaseException | None, _: object
-) -> None:
-    observer.close(error)

@@ -141,12 +141,10 @@ def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path):
 
 def test_files_that_are_not_used_are_named(own):
     with search_path([f"hydra.searchpath=[{own}]"], "train"):
-        assert shadowed() == (
-            f"{own}/model/llama3_8b.yaml: not used, {conf_dir()}/model/llama3_8b.yaml has the same name "
-            "and comes first"
-        )
+        first = f"{conf_dir()}/model/llama3_8b.yaml has the same name and comes first"
+        assert shadowed() == [f"{own}/model/llama3_8b.yaml: not used, {first}"]
     with search_path([f"hydra.searchpath=[{conf_dir()}]"], "train"):
-        assert shadowed() == ""
+        assert shadowed() == []
 
 
 def ran(arguments, monkeypatch):

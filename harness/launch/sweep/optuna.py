@@ -208,16 +208,18 @@ class Study:
                     batch.append(stored.ask(distributions))
             except Exception as error:
                 raise UserError(f"sweep=optuna: {one_line(str(error))}") from error
-            values = self._run_batch(
-                [self.compose(self._overrides(trial.params)) for trial in batch]
-            )
+            points = []
+            for trial in batch:
+                chosen = []
+                for name in self.space.axes:
+                    value = trial.params[override_key(name)]
+                    chosen.append(f"{name}={'null' if value is None else value}")
+                points.append(self.compose([*self.space.fixed, *chosen]))
+            values = self._run_batch(points)
             for trial, value in zip(batch, values, strict=True):
-                if not isinstance(value, PointFailedError):
-                    stored.tell(trial.number, value)
-                elif self.settings.failed is not None:
-                    stored.tell(trial.number, self.settings.failed)
-                else:
-                    stored.tell(trial.number, state=TrialState.FAIL)
+                told = self.settings.failed if isinstance(value, PointFailedError) else value
+                state = TrialState.FAIL if told is None else TrialState.COMPLETE
+                stored.tell(trial.number, told, state)
             left -= size
             self._done += size
 
@@ -266,13 +268,6 @@ class Study:
             ) from error
         return study
 
-    def _overrides(self, params: dict[str, Any]) -> list[str]:
-        chosen = []
-        for name in self.space.axes:
-            value = params[override_key(name)]
-            chosen.append(f"{name}={'null' if value is None else value}")
-        return [*self.space.fixed, *chosen]
-
     def _run_batch(self, batch: Sequence[Composed]) -> list[float | PointFailedError]:
         """Run the points of a batch, here or on SLURM, and return their values."""
         legal = [composed for composed in batch if composed.job is not None]
@@ -297,19 +292,18 @@ class Study:
         for point in here:
             if run_point(point) in STOPPED:
                 raise KeyboardInterrupt
-        while busy := self._busy(points):
+        busy = list(points)
+        while busy:
+            states = states_of(busy)
+            busy = [each for each, seen in zip(busy, states, strict=True) if seen.state in BUSY]
             # A point that SLURM starts again is followed once more.
-            if follow_points(busy, labels([point.overrides for point in busy])) is None:
+            if busy and follow_points(busy, labels([each.overrides for each in busy])) is None:
                 raise KeyboardInterrupt
         values = [self._value(composed) for composed in batch]
         for index, value in enumerate(values):
             shown = value if isinstance(value, PointFailedError) else self.record.format(value)
             sys.stderr.write(f"{self._number(index)} {shown}\n")
         return values
-
-    def _busy(self, points: Sequence[Point]) -> list[Point]:
-        seen = states_of(points)
-        return [point for point, each in zip(points, seen, strict=True) if each.state in BUSY]
 
     def _submit(self, points: Sequence[Point], batch: int) -> list[Point]:
         """Submit the points that need it to SLURM; return those to run here."""

@@ -53,13 +53,17 @@ class Marks:
         self._phases = phases
         self._undo: list[Callable[[], None]] = []
         for part in parts:
-            for name, module in _layer_groups(part):
-                self._mark_module(module, name)
+            for module in part.entries:
+                self._mark_module(module, "embedding")
+            for block in part.blocks.values():
+                self._mark_module(block, "blocks")
+            if part.output is not None:
+                self._mark_module(part.output, "head")
             # Modules that are sharded together share a group.
-            sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
             groups: dict[int, Any] = {}
-            for module in sharded:
-                groups |= {id(group): group for group in parameter_groups(module)}
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    groups |= {id(group): group for group in parameter_groups(module)}
             for group in groups.values():
                 self._mark_sharding(group)
         axes = _axes(mesh)
@@ -123,12 +127,6 @@ class Marks:
         library.impl("wait_tensor", wait, key)
         for name, kind in _COLLECTIVES.items():
             library.impl(name, collective(getattr(operators, name).default, kind), key)
-
-
-def _layer_groups(part: ModelPart) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = [("embedding", module) for module in part.entries]
-    found += [("blocks", block) for block in part.blocks.values()]
-    return found + ([] if part.output is None else [("head", part.output)])
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:

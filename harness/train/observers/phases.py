@@ -120,26 +120,27 @@ class PhaseLog(Observer):
         last = steps[-1]
         # Mean seconds of a step in which a core was missing to compute.
         queued = sum(own_seconds(phases)) - sum(own_seconds(_mean(step.on_core for step in steps)))
-        passes = [step.passes for step in steps]
-        stages = {
-            stage: _mean(each.get(stage, {}) for each in passes)
-            for stage in sorted({*chain(*passes)})
+        row = {
+            "step": last.step,
+            "steps": len(steps),
+            **self._where,
+            "seconds": sum(phases[phase] for phase in phases if phase not in EXCLUDED),
+            **({"queued": queued} if self._phases.sees_queue else {}),
+            "phases": phases,
         }
-        self._rows += 1
-        spans = [[s.start, s.end, s.phase, s.stage] for s in last.spans if s.phase not in EXCLUDED]
-        shown = {"aligned_at": last.aligned_at, "spans": spans} if self._rows <= WITH_SPANS else {}
-        self._file.write(
-            {
-                "step": last.step,
-                "steps": len(steps),
-                **self._where,
-                "seconds": sum(phases[phase] for phase in phases if phase not in EXCLUDED),
-                **({"queued": queued} if self._phases.sees_queue else {}),
-                "phases": phases,
-                **({"stages": stages} if len(self.run.engine.parts) > 1 else {}),
-                **shown,
+        if len(self.run.engine.parts) > 1:
+            passes = [step.passes for step in steps]
+            row["stages"] = {
+                stage: _mean(each.get(stage, {}) for each in passes)
+                for stage in sorted({*chain(*passes)})
             }
-        )
+        self._rows += 1
+        if self._rows <= WITH_SPANS:
+            row["aligned_at"] = last.aligned_at
+            row["spans"] = [
+                [s.start, s.end, s.phase, s.stage] for s in last.spans if s.phase not in EXCLUDED
+            ]
+        self._file.write(row)
 
 
 def _mean(steps: Iterable[dict[str, float]]) -> dict[str, float]:
