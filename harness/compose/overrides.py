@@ -99,17 +99,13 @@ def _check_options(group: str, value: str) -> None:
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
         if option not in options:
-            close = _similar(option, options)
+            # Options that contain it (h100), or else the one that is spelled like it.
+            inside = [each for each in options if option and option in each]
+            close = inside[:MOST_SIMILAR] or difflib.get_close_matches(option, options, n=1)
             works = [f"did you mean {', '.join(close)}?"] if close else []
             if not close or len(options) <= MOST_OPTIONS:
                 works.append(f"options: {', '.join(options) or 'none'}")
             raise UserError(f"{group}={option}: no such option; {' '.join(works)}")
-
-
-def _similar(name: str, options: list[str]) -> list[str]:
-    """Options that contain a name (h100), or else the one that is spelled like it."""
-    inside = [option for option in options if name and name in option]
-    return inside[:MOST_SIMILAR] or difflib.get_close_matches(name, options, n=1)
 
 
 def check_field(

@@ -39,19 +39,15 @@ class Received:
         """Forward signals to a process, including one received before it started."""
         self.process = process
         if self.has_any:
-            self._send()
+            self._handle()
 
     def _handle(self, *_: object) -> None:
         self.has_any = True
         if self.process is not None:
-            self._send()
-
-    def _send(self) -> None:
-        assert self.process is not None
-        try:
-            os.kill(self.process, signal.SIGUSR2)
-        except ProcessLookupError:
-            self.process = None
+            try:
+                os.kill(self.process, signal.SIGUSR2)
+            except ProcessLookupError:
+                self.process = None
 
 
 def main() -> NoReturn:

@@ -254,9 +254,9 @@ def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
     By default gloo binds to the address that the host's name resolves to. On laptops and in
     containers there is often none, or its network is down.
     """
-    ranks_here = _from_launcher("LOCAL_WORLD_SIZE", 1)
     interface = loopback_interface()
-    if ranks_here < job.world_size or interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+    others = _from_launcher("LOCAL_WORLD_SIZE", 1) < job.world_size
+    if others or interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -268,7 +268,7 @@ def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
 
 def loopback_interface() -> str | None:
     """Name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS; None without either."""
-    names = {name for _, name in socket.if_nameindex()}
+    names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 

@@ -23,7 +23,7 @@ from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.config.types import UNSET
 from harness.launch.listing import counted, rows_of, table_of
-from harness.launch.state import BUSY
+from harness.launch.state import BUSY, RunState
 from harness.launch.submit import confirm, follow_points, states_of
 from harness.launch.sweep.folder import (
     Point,
@@ -111,10 +111,11 @@ def run_study(
             works = "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
             raise UserError(f"sweep=optuna: there are no axes to choose from; would work: {works}")
         composer.point_of_sweep(space.fixed)  # raises SecretError before a file has the overrides
-        shared = []
-        for typed in space.fixed:
-            if not sets_label(typed) and not parse(typed).sets_search_path:
-                shared.append(typed)
+        shared = [
+            typed
+            for typed in space.fixed
+            if not sets_label(typed) and not parse(typed).sets_search_path
+        ]
         record = StudyRecord(settings.objective, direction, shared, list(overrides))
         folder = SweepFolder(_folder(composer, space.fixed))
         with folder.controlled():
@@ -199,8 +200,8 @@ class Study:
         distributions = {
             override_key(name): distribution(axis) for name, axis in self.space.axes.items()
         }
-        while left:
-            size = min(left, self.settings.n_jobs)
+        while self._done < self.settings.n_trials:
+            size = min(self.settings.n_trials - self._done, self.settings.n_jobs)
             batch = waiting[:size]
             waiting = waiting[size:]
             try:
@@ -208,19 +209,7 @@ class Study:
                     batch.append(stored.ask(distributions))
             except Exception as error:
                 raise UserError(f"sweep=optuna: {one_line(str(error))}") from error
-            points = []
-            for trial in batch:
-                chosen = []
-                for name in self.space.axes:
-                    value = trial.params[override_key(name)]
-                    chosen.append(f"{name}={'null' if value is None else value}")
-                points.append(self.compose([*self.space.fixed, *chosen]))
-            values = self._run_batch(points)
-            for trial, value in zip(batch, values, strict=True):
-                told = self.settings.failed if isinstance(value, PointFailedError) else value
-                state = TrialState.FAIL if told is None else TrialState.COMPLETE
-                stored.tell(trial.number, told, state)
-            left -= size
+            self._run_batch(stored, batch)
             self._done += size
 
     def show(self) -> int:
@@ -268,42 +257,57 @@ class Study:
             ) from error
         return study
 
-    def _run_batch(self, batch: Sequence[Composed]) -> list[float | PointFailedError]:
-        """Run the points of a batch, here or on SLURM, and return their values."""
-        legal = [composed for composed in batch if composed.job is not None]
+    def _run_batch(self, stored: optuna.Study, trials: Sequence[Any]) -> None:
+        """Run the points of trials, here or on SLURM, and tell Optuna their values."""
+        from optuna.trial import TrialState
+
+        batch = []
+        asked = ""
+        for index, trial in enumerate(trials, start=self._done + 1):
+            chosen = []
+            for name in self.space.axes:
+                value = trial.params[override_key(name)]
+                chosen.append(f"{name}={'null' if value is None else value}")
+            name = f"[{index}/{self.settings.n_trials}]"
+            batch.append((name, trial, self.compose([*self.space.fixed, *chosen])))
+            asked += f"{name} {' '.join(chosen)}\n"
+        legal = [composed for _, _, composed in batch if composed.job is not None]
         points = [in_group(point, self.folder) for point in unique_points(legal, self._swept)]
         for point in points:
             if point.job.cluster.dry_run:
                 rule = "shows a sweep whose points are known before it starts"
-                raise ConfigError(
-                    "cluster.dry_run", True, rule, "the overrides of one point, without -m"
-                )
+                works = "the overrides of one point, without -m"
+                raise ConfigError("cluster.dry_run", True, rule, works)
             RunFolder(point.run_dir).plan(point.job, point.overrides)
         skipped = [
             Skipped(composed.overrides, composed.reason)
-            for composed in batch
+            for _, _, composed in batch
             if composed.job is None
         ]
         self.folder.add(points, skipped)
         here = self._submit(points, len(batch))
-        for index, composed in enumerate(batch):
-            chosen = [typed for typed in composed.overrides if override_key(typed) in self._axes]
-            sys.stderr.write(f"{self._number(index)} {' '.join(chosen)}\n")
+        sys.stderr.write(asked)
         for point in here:
             if run_point(point) in STOPPED:
                 raise KeyboardInterrupt
-        busy = list(points)
+        busy = points
         while busy:
             states = states_of(busy)
             busy = [each for each, seen in zip(busy, states, strict=True) if seen.state in BUSY]
             # A point that SLURM starts again is followed once more.
             if busy and follow_points(busy, labels([each.overrides for each in busy])) is None:
                 raise KeyboardInterrupt
-        values = [self._value(composed) for composed in batch]
-        for index, value in enumerate(values):
-            shown = value if isinstance(value, PointFailedError) else self.record.format(value)
-            sys.stderr.write(f"{self._number(index)} {shown}\n")
-        return values
+        ended = {each.run_dir: each for each in states_of(points)}
+        for name, trial, composed in batch:
+            try:
+                value: float | None = self._value(composed, ended)
+                shown = self.record.format(value)
+            except PointFailedError as error:
+                value = self.settings.failed
+                shown = str(error)
+            state = TrialState.FAIL if value is None else TrialState.COMPLETE
+            stored.tell(trial.number, value, state)
+            sys.stderr.write(f"{name} {shown}\n")
 
     def _submit(self, points: Sequence[Point], batch: int) -> list[Point]:
         """Submit the points that need it to SLURM; return those to run here."""
@@ -319,21 +323,14 @@ class Study:
             selection.submit()
         return [point for point in selection.wanted if point not in selection.remote]
 
-    def _value(self, composed: Composed) -> float | PointFailedError:
-        """Return the value of a point that has ended, or its failure."""
+    def _value(self, composed: Composed, ended: dict[Path, RunState]) -> float:
+        """Return the value of a point that has ended; PointFailedError without one."""
         if composed.job is None:
-            return PointFailedError(f"not a valid job: {composed.reason}")
-        run_dir = run_dir_of(composed.job, self._swept)
-        [seen] = states_of([Point(composed.job.id, run_dir, composed.overrides)])
+            raise PointFailedError(f"not a valid job: {composed.reason}")
+        seen = ended[run_dir_of(composed.job, self._swept)]
         if seen.state != "completed":
-            return PointFailedError(f"{seen.state}: {seen.about}")
-        try:
-            return self.record.value(RunFolder(run_dir).row)
-        except PointFailedError as error:
-            return error
-
-    def _number(self, index: int) -> str:
-        return f"[{self._done + index + 1}/{self.settings.n_trials}]"
+            raise PointFailedError(f"{seen.state}: {seen.about}")
+        return self.record.value(RunFolder(seen.run_dir).row)
 
 
 def distribution(axis: Any) -> optuna.distributions.BaseDistribution:

@@ -150,10 +150,13 @@ class Selection:
 
     def submission(self, array: Array, name: str, after: Sequence[str]) -> Submission:
         """Return an array as it is submitted under a name, after other jobs."""
-        run_dirs = [each.run_dir for each in array.points]
-        jobs = [each.job for each in array.points]
         return Submission(
-            jobs, run_dirs, self.folder.path, name, at_once=array.at_once, after=after
+            [each.job for each in array.points],
+            [each.run_dir for each in array.points],
+            self.folder.path,
+            name,
+            at_once=array.at_once,
+            after=after,
         )
 
     def submit(self) -> None:
@@ -249,9 +252,9 @@ def _start(
 
 
 def _resources(job: Job) -> str:
-    if job.cluster.kind == "slurm":
-        return shape_of(job).describe()
     kind = job.cluster.kind
+    if kind == "slurm":
+        return shape_of(job).describe()
     where = " here, one after another" if kind == "local" else f", cluster.kind={kind}"
     return f"{plural(job.world_size, 'rank')}{where}"
 
