@@ -230,14 +230,12 @@ class Composer:
         use.
         """
         idle: dict[str, UserError] = {}
+        keys = [self._hydra.parse(override, self.schema).key_or_group for override in overrides]
         for role, switch, error in without_effect(job):
-            source, is_typed = self._source(error.field, overrides)
-            names = [
-                self._hydra.parse(override, self.schema).key_or_group for override in overrides
-            ]
-            is_decided = any(f"{switch}.".startswith(f"{name}.") for name in names)
             if role != LABEL and getattr(job, "varies", False):
                 continue
+            source, is_typed = self._source(error.field, overrides)
+            is_decided = any(f"{switch}.".startswith(f"{key}.") for key in keys)
             of_experiment = source.startswith("experiment/") and role != EXECUTION
             if is_typed or (of_experiment and not is_decided):
                 idle.setdefault(source, self._with_file(error, overrides))
@@ -465,36 +463,27 @@ def compose_points(
         # The points have the search path as it is written here, and not as the sweeper would.
         searched = [override.source for override in parsed if override.sets_search_path]
         typed = [override for override in parsed if not override.sets_search_path]
+        sources = [override.source for override in typed]
         params = composer.axes(typed)
-        listed = _listed_points(params.pop(POINTS, ""), schema)
+        listed = []
+        for line in params.pop(POINTS, "").splitlines():
+            if line.strip() and not line.strip().startswith("#"):
+                listed.append(line.split())
+                checked(line.split(), schema)
         axes = [f"{name}={values}" for name, values in params.items()]
         spelled = []
         with user_errors():
             for values_of_point in listed or [[]]:
-                values = composer.parsed(
-                    [*axes, *values_of_point, *(override.source for override in typed)]
-                )
+                values = composer.parsed([*axes, *values_of_point, *sources])
                 check_axes(values)
-                [combinations] = BasicSweeper.split_arguments(
-                    values, None
-                )  # there is no limit to a batch
+                # There is no limit to a batch.
+                [combinations] = BasicSweeper.split_arguments(values, None)
                 spelled += [[*searched, *combination] for combination in combinations]
         with progress(len(spelled), seconds=10.0) as show:
             for point in spelled:
                 show("composing")
                 points.append(composer.point_of_sweep(point))
     return with_effect(points)
-
-
-def _listed_points(text: str, schema: type) -> list[list[str]]:
-    lines = [
-        line.split()
-        for line in text.splitlines()
-        if line.strip() and not line.strip().startswith("#")
-    ]
-    for line in lines:
-        checked(line, schema)
-    return lines
 
 
 WORKS = (

@@ -35,9 +35,18 @@ def apply_scale(
         factor = (parameters / before) ** scale.lr_exponent
         optimizer = replace(optimizer, lr=_rounded(optimizer.lr * factor))
     if scale.hyperparameters == "step_law":
-        training, optimizer = _by_step_law(
-            scale, training, optimizer, count(model, "non_embedding")
-        )
+        if training.tokens is None:
+            rule = "needs the number of tokens"
+            works = "scale.tokens_per_parameter=20, scale.flops=1e19 or training.tokens=20B"
+            raise ConfigError("scale.hyperparameters", scale.hyperparameters, rule, works)
+        tokens = parse_count("training.tokens", training.tokens)
+        factor, of_parameters, of_tokens = STEP_LAW_LR
+        lr = factor * count(model, "non_embedding") ** of_parameters * tokens**of_tokens
+        optimizer = replace(optimizer, lr=_rounded(lr))
+        factor, of_tokens = STEP_LAW_BATCH
+        sequences = factor * tokens**of_tokens / training.seq_len
+        size = 2 ** max(0, round(math.log2(sequences)))
+        training = replace(training, global_batch_size=size)
     return model, training, optimizer
 
 
@@ -84,22 +93,6 @@ def _sized(scale: ScaleConfig, model: ModelConfig, seq_len: int) -> ModelConfig:
         if made == before:
             break
     return made
-
-
-def _by_step_law(
-    scale: ScaleConfig, training: TrainingConfig, optimizer: OptimizerConfig, parameters: int
-) -> tuple[TrainingConfig, OptimizerConfig]:
-    if training.tokens is None:
-        rule = "needs the number of tokens"
-        works = "scale.tokens_per_parameter=20, scale.flops=1e19 or training.tokens=20B"
-        raise ConfigError("scale.hyperparameters", scale.hyperparameters, rule, works)
-    tokens = parse_count("training.tokens", training.tokens)
-    factor, of_parameters, of_tokens = STEP_LAW_LR
-    lr = _rounded(factor * parameters**of_parameters * tokens**of_tokens)
-    factor, of_tokens = STEP_LAW_BATCH
-    sequences = factor * tokens**of_tokens / training.seq_len
-    size = 2 ** max(0, round(math.log2(sequences)))
-    return replace(training, global_batch_size=size), replace(optimizer, lr=lr)
 
 
 def _rounded(value: float) -> float:

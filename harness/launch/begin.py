@@ -118,15 +118,12 @@ def _unfinished_siblings(job: Job) -> list[str]:
         checkpoints = path / config.folder
         if path.name == job.id or not checkpoints.is_dir() or run.state in ("completed", None):
             continue
-        if run.may_be_running or _numerics_id(path) != job.numerics_id:
+        try:
+            is_same = run.read_job().numerics_id == job.numerics_id
+        except UserError:  # this version cannot read it
+            is_same = False
+        if run.may_be_running or not is_same:
             continue
         if CheckpointFolder(str(checkpoints)).complete(1)[0]:
             found.append(str(checkpoints.resolve()))
     return found
-
-
-def _numerics_id(run_dir: Path) -> str | None:
-    try:
-        return Job.read(run_dir / "job.json").numerics_id
-    except (FileNotFoundError, UserError):  # this version cannot read it
-        return None

@@ -104,21 +104,21 @@ class Jobs:
 
     def __init__(self, listed: Iterable[Queued]) -> None:
         self.states: dict[tuple[str, str], str] = {}
-        self._by_id: dict[tuple[str, str], Queued] = {}
-        self._by_name: dict[str, list[Queued]] = defaultdict(list)
+        self._live: dict[str, list[Queued]] = defaultdict(list)
         for job in listed:
             self.states[job.id, job.name] = job.state
             if job.state not in ENDED:
-                self._by_id[job.id, job.name] = job
-                self._by_name[job.name].append(job)
+                self._live[job.name].append(job)
 
     def find(self, job_id: str | None, name: str, index: int | None) -> Queued | None:
         """Return the job that has not ended and has this name and id; without an id, this array index."""
-        if job_id is not None:
-            return self._by_id.get((job_id, name))
         # An array task has its index after an underscore; the id of a single job has no underscore.
-        task = "" if index is None else str(index)
-        return next((job for job in self._by_name[name] if job.id.partition("_")[2] == task), None)
+        wanted = "" if index is None else str(index)
+        for job in self._live[name]:
+            task = job.id.partition("_")[2]
+            if job.id == job_id or (job_id is None and task == wanted):
+                return job
+        return None
 
 
 class SlurmError(MachineError):

@@ -345,8 +345,17 @@ def take_snapshot(home: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             # Nobody else can enter the temporary folder while files have not yet their permissions.
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
-                _write_copy(Path(temporary) / "copy" / PACKAGE.name)
-                os.rename(Path(temporary) / "copy", target)
+                copy = Path(temporary) / "copy" / PACKAGE.name
+                folders: set[Path] = set()
+                for path, content in _code(PACKAGE).items():
+                    (copy / path).parent.mkdir(parents=True, exist_ok=True)
+                    (copy / path).write_bytes(content)
+                    shutil.copymode(PACKAGE / path, copy / path)
+                    folders |= set(path.parents)
+                for folder in folders:
+                    mode = stat.S_IMODE((PACKAGE / folder).stat().st_mode)
+                    (copy / folder).chmod(mode | stat.S_IRWXU)
+                os.rename(copy.parent, target)
     except OSError as error:
         if target.is_dir():
             return target  # another process was quicker
@@ -356,17 +365,6 @@ def take_snapshot(home: Path) -> Path:
             ) from None
         raise UserError(f"{target}: the code cannot be copied: {error}") from None
     return target
-
-
-def _write_copy(copy: Path) -> None:
-    folders: set[Path] = set()
-    for path, content in _code(PACKAGE).items():
-        (copy / path).parent.mkdir(parents=True, exist_ok=True)
-        (copy / path).write_bytes(content)
-        shutil.copymode(PACKAGE / path, copy / path)
-        folders |= set(path.parents)
-    for folder in folders:
-        (copy / folder).chmod(stat.S_IMODE((PACKAGE / folder).stat().st_mode) | stat.S_IRWXU)
 
 
 def _fail(error: OSError) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from harness.config.failures import VICTIMS
 from harness.config.fields import from_dict
-from harness.config.job import Job
 from harness.launch.faults import last_lines
 from harness.launch.queue import ENDED, Jobs, Queued, SlurmError, is_live, jobs, last_states
 from harness.metrics.slow_ranks import SlowRank, slow_ranks
@@ -337,6 +336,11 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
 
 
 def _close_unless_held(lost: RunState, state: str | None) -> bool:
+    """Write the row of a run that ended without one, unless a process holds it; return whether it did.
+
+    A cancelled job, and a run of this machine, count as interrupted, not as failed. ``state`` is
+    SLURM's final one.
+    """
     folder = RunFolder(lost.run_dir)
     try:
         folder.hold()
@@ -347,30 +351,17 @@ def _close_unless_held(lost: RunState, state: str | None) -> bool:
         now = read_state(lost.run_dir, Jobs([]))
         if now.state != "lost" or now.job_record != lost.job_record:
             return False
-        close_run(folder.read_job(), folder, lost.job_record, state, quiet=True)
+        job = folder.read_job()
+        code = EXIT_INTERRUPTED
+        record = lost.job_record
+        if record is not None:
+            ended = JobLost(record, state)
+            is_cancelled = ended.kind == "cancelled"
+            replace(record, begun=False, cancelled=is_cancelled).write(folder.path)
+            if not is_cancelled:
+                folder.errors.record(None, ended)
+                code = ended.exit_code
+        finish_run(job, folder, code, quiet=True)
         return True
     finally:
         folder.release()
-
-
-def close_run(
-    job: Job,
-    folder: RunFolder,
-    record: SlurmJobRecord | None,
-    state: str | None,
-    *,
-    quiet: bool = False,
-) -> int:
-    """Write the row of a run that ended without one; return the run's exit code.
-
-    A cancelled job, and a run of this machine (without a ``record``), count as interrupted, not as
-    failed. ``state`` is SLURM's final one. This process holds the folder.
-    """
-    lost = None if record is None else JobLost(record, state)
-    is_cancelled = lost is not None and lost.kind == "cancelled"
-    if record is not None:
-        replace(record, begun=False, cancelled=is_cancelled).write(folder.path)
-    if lost is None or is_cancelled:
-        return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
-    folder.errors.record(None, lost)
-    return finish_run(job, folder, lost.exit_code, quiet=quiet)

@@ -45,7 +45,11 @@ class RunRecord:
             facts: results of the run; None: those of the row that is there, or else the last row of
                 metrics.
         """
-        ending = {"exit_reason": reason, "exit_code": code, **self._cause(reason)}
+        error = (self.folder.errors.first() if reason == FAILED else None) or {}
+        if reason == INTERRUPTED and self.folder.is_cancelled:
+            error = {"kind": "cancelled"}
+        cause = {f"error.{name}": error[name] for name in ERROR_FIELDS_IN_ROW if name in error}
+        ending = {"exit_reason": reason, "exit_code": code, **cause}
         row = self.folder.row if facts is None else {}
         if row and all(row.get(name) == value for name, value in ending.items()):
             return
@@ -81,9 +85,3 @@ class RunRecord:
                 f"WARNING {path}: how the run ended ({reason}, exit code {code}) cannot be "
                 f"written: {error.strerror}\n"
             )
-
-    def _cause(self, reason: str) -> dict[str, Any]:
-        if reason == INTERRUPTED and self.folder.is_cancelled:
-            return {"error.kind": "cancelled"}
-        error = (self.folder.errors.first() if reason == FAILED else None) or {}
-        return {f"error.{name}": error[name] for name in ERROR_FIELDS_IN_ROW if name in error}

@@ -30,8 +30,14 @@ def finish_run(
         # Ranks that stop or are killed at different moments cause errors in each other, not
         # failures.
         error = None
-    if error is not None and error["kind"] == "collective_timeout":
-        error = _name_absent(folder, error)
+    if error is not None and error["kind"] == "collective_timeout" and "absent_ranks" not in error:
+        absent = absent_ranks(folder.path, error)
+        if absent:
+            who = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
+            message = f"{who} did not reach the collective that rank {error['rank']} waited in"
+            message = f"{message}: {error['message']}"
+            error = {**error, "message": message, "absent_ranks": absent}
+            folder.errors.replace(error)
     if error is not None:
         code = error["exit_code"]
         if not quiet:
@@ -48,17 +54,6 @@ def finish_run(
         # The cause has been shown; failing to write it is secondary.
         traceback.print_exc()
     return code
-
-
-def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
-    absent = absent_ranks(folder.path, error)
-    if not absent or "absent_ranks" in error:
-        return error
-    who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
-    message = f"{who} did not reach the collective that rank {error['rank']} waited in: {error['message']}"
-    error = {**error, "message": message, "absent_ranks": absent}
-    folder.errors.replace(error)
-    return error
 
 
 def format_failure(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
@@ -95,33 +90,25 @@ def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
     Args:
         error: the error of the first rank whose collective timed out.
     """
-    positions = _read_positions(run_dir)
-    own = positions.get(error["rank"])
-    if own is None or own.get("timed_out") or own.get("late"):
-        return []  # outside of a step positions are written only after the timeout
-    in_time = {rank: position for rank, position in positions.items() if not position.get("late")}
-    waits = {rank: _waits_for(position, in_time) for rank, position in in_time.items()}
-    awaited = set(chain.from_iterable(waits.values()))
-    return sorted(rank for rank in awaited if not waits.get(rank))
-
-
-def _read_positions(run_dir: Path) -> dict[int, dict[str, Any]]:
     positions = {}
     for path in (run_dir / FLIGHT_RECORDER).glob("place-rank*.json"):
         # A file that was being written when its rank was killed counts as missing.
         with contextlib.suppress(ValueError):
             position = json.loads(path.read_text())
             positions[int(position["rank"])] = position
-    return positions
-
-
-def _waits_for(position: dict[str, Any], positions: dict[int, dict[str, Any]]) -> list[int]:
-    """Return the members of a rank's last group that have not begun its last collective."""
-    group = position["group"]
-    number = position["number"]
-    return [
-        rank
-        for rank in position["members"]
-        if rank != position["rank"]
-        and (rank not in positions or positions[rank]["begun"].get(group, 0) < number)
-    ]
+    own = positions.get(error["rank"])
+    if own is None or own.get("timed_out") or own.get("late"):
+        return []  # outside of a step positions are written only after the timeout
+    in_time = {rank: position for rank, position in positions.items() if not position.get("late")}
+    waits = {}
+    for rank, position in in_time.items():
+        group = position["group"]
+        begun = {other: each["begun"].get(group, 0) for other, each in in_time.items()}
+        # Members of its last group that have not begun its last collective.
+        waits[rank] = [
+            other
+            for other in position["members"]
+            if other != rank and begun.get(other, -1) < position["number"]
+        ]
+    awaited = set(chain.from_iterable(waits.values()))
+    return sorted(rank for rank in awaited if not waits.get(rank))

@@ -67,22 +67,19 @@ def main() -> None:
         )
         leave(error.exit_code)
     if CONTROLLER not in os.environ:
-        _run_srun_task(job, folder)
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+        with stop_signals_interrupt():
+            code = run_rank(job, folder, started=float(os.environ[STARTED]))
+        # srun treats other exit codes as failures, and would kill rank 0 while it writes the run's
+        # row.
+        leave(EXIT_OK if code in STOPPED else code)
     # Until the loop handles signals there is nothing to save; Python's SIGINT handler prints a
     # traceback.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_launcher(job, folder, int(os.environ[CONTROLLER]))
     leave(run_rank(job, folder, started=float(os.environ[STARTED])))
-
-
-def _run_srun_task(job: Job, folder: RunFolder) -> NoReturn:
-    os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    with stop_signals_interrupt():
-        code = run_rank(job, folder, started=float(os.environ[STARTED]))
-    # srun treats other exit codes as failures, and would kill rank 0 while it writes the run's row.
-    leave(EXIT_OK if code in STOPPED else code)
 
 
 def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:

@@ -203,6 +203,10 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
     loads = noted.loads
     schedule = trainer.job.schedule
     sizes = trainer.run.sizes.at(step.number)
+    of_sources: Row = {}
+    found = zip(outcome.source_losses, outcome.source_tokens, strict=True)
+    for name, (loss, tokens) in zip(trainer.engine.sources.names, found, strict=True):
+        of_sources |= {f"loss.{name}": loss, f"valid_tokens.{name}": tokens}
     return {
         "step": step.number,
         "loss": outcome.loss,
@@ -212,7 +216,7 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         "lr": step.lr,
         "tokens": progress.tokens,
         "valid_tokens": outcome.valid_tokens,
-        **_source_losses(step, trainer),
+        **of_sources,
         **noted.sources,
         **interval,
         **_speed(trainer, interval["tokens_per_second"], trainer.window.interval_lengths),
@@ -264,15 +268,6 @@ def _speed(trainer: Trainer, tokens_per_second: float | None, lengths: Mapping[i
     )
     rates = trainer.engine.objective.rates(samples)
     return {**rates, **trainer.efficiency.row(tokens_per_second, lengths)}
-
-
-def _source_losses(step: Step, trainer: Trainer) -> Row:
-    outcome = step.outcome
-    row: Row = {}
-    found = zip(outcome.source_losses, outcome.source_tokens, strict=True)
-    for name, (loss, tokens) in zip(trainer.engine.sources.names, found, strict=True):
-        row |= {f"loss.{name}": loss, f"valid_tokens.{name}": tokens}
-    return row
 
 
 def source_progress(trainer: Trainer) -> Row:

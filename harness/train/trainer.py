@@ -123,6 +123,7 @@ class Trainer:
                 raise
 
     def _loop(self, request: StopRequest, collect: Callable[[int], None]) -> str:
+        config = self.job.checkpoint
         for each in self.observers:
             each.start()
         self.timer.restart()
@@ -142,8 +143,15 @@ class Trainer:
             self.progress.running = None
             self._note_compiled(number)
             for observer, sums in aside:
-                self._end_step_aside(observer, number, sums)
-            self._save_if_due(number, stopping)
+                with self.timer.section(observer.section):
+                    columns = observer.end_step(number, sums)
+                    self.compiler.mark_expected()  # compiling a graph without gradients is expected
+                if columns and self.recorder is not None:
+                    self.recorder.log({"step": number, **columns})
+            self.saver.poll()
+            if config.is_due(number, self.job.steps) or (stopping and config.writes):
+                with self.timer.section("checkpoint"):
+                    self._save(final=stopping or number == self.job.steps)
             if stopping:
                 self._message(self._describe_stop())
                 return "interrupted"
@@ -168,7 +176,9 @@ class Trainer:
             beside = list(chain.from_iterable(begun))
             outcome = self.engine.gradients(batch, stop_requested=stop_requested, beside=beside)
         lr = self.engine.lr
-        self._wait_for_staging()
+        if self.saver.is_staging:
+            with self.timer.section("checkpoint"):
+                self.saver.wait_for_staging()
         self.engine.update(outcome.norm)
         if number == self.progress.start_step + 1:
             self.saver.check_optimizer()
@@ -197,13 +207,6 @@ class Trainer:
             source_progress(self),
             None if load_ME is None else HostCopy(load_ME),
         )
-
-    def _end_step_aside(self, observer: Observer, step: int, sums: Sequence[float]) -> None:
-        with self.timer.section(observer.section):
-            columns = observer.end_step(step, sums)
-            self.compiler.mark_expected()  # compiling a graph without gradients is expected
-        if columns and self.recorder is not None:
-            self.recorder.log({"step": step, **columns})
 
     def _describe(self) -> None:
         if self._note_of_data:
@@ -283,18 +286,6 @@ class Trainer:
     def _is_slowed(self, step: int) -> bool:
         return any(Need.SLOWS in each.needs(step) for each in self.observers)
 
-    def _wait_for_staging(self) -> None:
-        if self.saver.is_staging:
-            with self.timer.section("checkpoint"):
-                self.saver.wait_for_staging()
-
-    def _save_if_due(self, step: int, stopping: bool) -> None:
-        config = self.job.checkpoint
-        self.saver.poll()
-        if config.is_due(step, self.job.steps) or (stopping and config.writes):
-            with self.timer.section("checkpoint"):
-                self._save(final=stopping or step == self.job.steps)
-
     def _save(self, *, final: bool) -> None:
         self.saver.save(self.progress.step, self.progress.saved(), final=final)
         if final:
@@ -304,19 +295,16 @@ class Trainer:
         late = 0 if drain else LATE_STEPS[self.engine.device.type]
         while len(self.unread) > late:
             step = self.unread.popleft()
-            self._read_outcome(step)
+            skipped = self.non_finite.check(step)
+            if skipped is not None:
+                self.progress.skipped_steps += 1
+                self._message(skipped)
+            self.progress.step = step.number
+            self.progress.loss = step.outcome.loss
+            self.progress.tokens += step.outcome.tokens
             self._record_time(step)
             if step.noted is not None:
                 self._log(step, step.noted)
-
-    def _read_outcome(self, step: Step) -> None:
-        skipped = self.non_finite.check(step)
-        if skipped is not None:
-            self.progress.skipped_steps += 1
-            self._message(skipped)
-        self.progress.step = step.number
-        self.progress.loss = step.outcome.loss
-        self.progress.tokens += step.outcome.tokens
 
     def _record_time(self, step: Step) -> None:
         """Record the time since the step before was read: that of the device, if the host is ahead."""
