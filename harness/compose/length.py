@@ -9,9 +9,7 @@ from typing import TypeVar
 
 from harness.compose.override import Override, last_text
 from harness.config.job import Job
-from harness.config.model import ModelConfig
 from harness.config.training import DEFAULT_STEPS, ScaleConfig, TrainingConfig, parse_count
-from harness.model.accounting import account
 from harness.util.errors import ConfigError
 
 J = TypeVar("J", bound=Job)
@@ -45,19 +43,6 @@ def with_length(job: J) -> J:
         schedule = replace(schedule, warmup_steps=round(ratio * schedule.curve_steps(steps)))
     training = replace(training, steps=steps, tokens=None)
     return replace(job, training=training, schedule=schedule, scale=ScaleConfig())
-
-
-def tokens_of_scale(
-    scale: ScaleConfig, model: ModelConfig, training: TrainingConfig, parameters: int
-) -> TrainingConfig:
-    """Return the options with the tokens that ``scale`` asks for, of a model with this many parameters."""
-    if scale.flops is not None:
-        tokens = scale.flops / account(model, training.seq_len).flops_per_token_full
-    elif scale.tokens_per_parameter is not None:
-        tokens = scale.tokens_per_parameter * parameters
-    else:
-        return training
-    return replace(training, tokens=max(1, round(tokens)))
 
 
 def check_length_of_scale(scale: ScaleConfig, training: TrainingConfig) -> None:

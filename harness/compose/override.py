@@ -65,8 +65,11 @@ class Override:
         value = self.value
         if value is None:
             return self.source
-        if self.key in _verbatim_fields(schema):
-            value = _verbatim(value)
+        field = schema.__dataclass_fields__.get(self.key)  # type: ignore[attr-defined]
+        if field is not None and field.metadata.get("verbatim"):
+            # Null, or a text in Hydra's quotes: a quote inside has a backslash before it.
+            if value != "null" and not re.fullmatch(_QUOTED, value, re.DOTALL):
+                value = quoted(value.replace("${", "\\${"))
         elif "${" not in value:
             is_text = self.key in config_folders().groups or _has_texts(self.key, schema)
             # Functions other than choice() have arguments that are no texts: range(1.5,3).
@@ -110,18 +113,6 @@ def quoted(text: str) -> str:
         return backslashes * 2 + ("\\'" if quote else "")
 
     return "'" + re.sub(r"(\\*)('|$)", escaped, text) + "'"
-
-
-def _verbatim(value: str) -> str:
-    """Quote a text, unless it is null or has Hydra's quotes: a quote inside has a backslash before it."""
-    if value == "null" or re.fullmatch(_QUOTED, value, re.DOTALL):
-        return value
-    return quoted(value.replace("${", "\\${"))
-
-
-@functools.cache
-def _verbatim_fields(schema: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(schema) if field.metadata.get("verbatim")}
 
 
 @functools.cache

@@ -96,7 +96,17 @@ def using_folders(added: Sequence[Path], primaries: dict[str, str] | None = None
 
 def folders_with(added: Sequence[Path], primaries: dict[str, str] | None = None) -> ConfigFolders:
     paths = (Path(conf_dir()), *added, *folders_of_packages())
-    return ConfigFolders(paths, _groups_in(paths), primaries or {})
+    conf, *others = paths
+    # All folders of conf/, and folders elsewhere that hold YAML.
+    names = {path.name for path in conf.iterdir() if path.is_dir()}
+    for folder in others:
+        new = {path.parent.name for path in folder.glob("*/*.yaml")}
+        names |= {name for name in new if name.isidentifier()}
+    groups = {}
+    for name in sorted(names):
+        folders = [folder / name for folder in paths]
+        groups[name] = tuple(folder for folder in folders if folder.is_dir())
+    return ConfigFolders(paths, groups, primaries or {})
 
 
 @functools.cache
@@ -132,17 +142,3 @@ def folder_of_package(name: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     return None
-
-
-def _groups_in(paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
-    """Return the groups and their folders: all folders of ``conf/``, and folders elsewhere that hold YAML."""
-    conf, *added = paths
-    names = {path.name for path in conf.iterdir() if path.is_dir()}
-    for folder in added:
-        new = {path.parent.name for path in folder.glob("*/*.yaml")}
-        names |= {name for name in new if name.isidentifier()}
-    groups = {}
-    for name in sorted(names):
-        folders = [folder / name for folder in paths]
-        groups[name] = tuple(folder for folder in folders if folder.is_dir())
-    return groups

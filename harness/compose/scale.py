@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from harness.compose.length import check_length_of_scale, tokens_of_scale
+from harness.compose.length import check_length_of_scale
 from harness.config.fields import with_value
 from harness.config.model import PROPORTIONAL, ModelConfig
 from harness.config.optimizer import OptimizerConfig
@@ -30,7 +30,13 @@ def apply_scale(
     before = count(model, scale.counted)
     model = _sized(scale, model, training.seq_len)
     parameters = count(model, scale.counted)
-    training = tokens_of_scale(scale, model, training, parameters)
+    tokens: float | None = None
+    if scale.flops is not None:
+        tokens = scale.flops / account(model, training.seq_len).flops_per_token_full
+    elif scale.tokens_per_parameter is not None:
+        tokens = scale.tokens_per_parameter * parameters
+    if tokens is not None:
+        training = replace(training, tokens=max(1, round(tokens)))
     if scale.lr_exponent:
         factor = (parameters / before) ** scale.lr_exponent
         optimizer = replace(optimizer, lr=_rounded(optimizer.lr * factor))
@@ -39,12 +45,12 @@ def apply_scale(
             rule = "needs the number of tokens"
             works = "scale.tokens_per_parameter=20, scale.flops=1e19 or training.tokens=20B"
             raise ConfigError("scale.hyperparameters", scale.hyperparameters, rule, works)
-        tokens = parse_count("training.tokens", training.tokens)
+        counted = parse_count("training.tokens", training.tokens)
         factor, of_parameters, of_tokens = STEP_LAW_LR
-        lr = factor * count(model, "non_embedding") ** of_parameters * tokens**of_tokens
+        lr = factor * count(model, "non_embedding") ** of_parameters * counted**of_tokens
         optimizer = replace(optimizer, lr=_rounded(lr))
         factor, of_tokens = STEP_LAW_BATCH
-        sequences = factor * tokens**of_tokens / training.seq_len
+        sequences = factor * counted**of_tokens / training.seq_len
         size = 2 ** max(0, round(math.log2(sequences)))
         training = replace(training, global_batch_size=size)
     return model, training, optimizer

@@ -29,16 +29,22 @@ def require_inputs(job: Job) -> None:
 
     def is_seen(field: str, path: str) -> bool:
         """Whether the ranks see the same files here; note the path if not."""
-        seen = job.cluster.is_here or _is_visible(path)
-        unseen.extend([] if seen else [f"{field}={path}"])
-        return seen
+        if job.cluster.is_here or _is_visible(path):
+            return True
+        unseen.append(f"{field}={path}")
+        return False
 
     def is_missing(field: str, path: str) -> bool:
         return not os.path.exists(path) and is_seen(field, path)
 
     for data, errors in sources_of(job.data):
         with errors:
-            _require_folders(data, is_missing)
+            named = DATA_KINDS[data.kind].folders
+            for name, folder in (load_attribute(named)(data) if named else {}).items():
+                option = f"data.options.{name}"
+                if folder and is_missing(option, os.path.expanduser(folder)):
+                    rule = "there is no such folder"
+                    raise ConfigError(option, folder, rule, "the model's folder")
             _require_files(data, is_seen)
     tokenizer = job.tokenizer.path
     is_file = tokenizer and not tokenizer.startswith(ASSET_PREFIX)
@@ -59,15 +65,6 @@ def require_inputs(job: Job) -> None:
         raise ConfigError(field, initial, "there is no such folder", works)
     if unseen:
         note(f"not checked, because nodes may see other files: {', '.join(unseen)}")
-
-
-def _require_folders(data: DataConfig, is_missing: Callable[[str, str], bool]) -> None:
-    named = DATA_KINDS[data.kind].folders
-    for name, folder in (load_attribute(named)(data) if named else {}).items():
-        if folder and is_missing(f"data.options.{name}", os.path.expanduser(folder)):
-            raise ConfigError(
-                f"data.options.{name}", folder, "there is no such folder", "the model's folder"
-            )
 
 
 def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> None:

@@ -209,7 +209,16 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
         if ended:
             leave(int(ended))
         code = run_rank(job, folder, started=started, store=store)
-        _report_failure(job, folder, code, rank)
+        if code not in (EXIT_OK, *STOPPED):
+            # Errors are written at about the same time: the cause may be written after its
+            # consequences.
+            time.sleep(GRACE_SECONDS)
+            try:
+                (folder.path / "errors" / "told").open("x").close()
+            except OSError:  # another rank tells it
+                pass
+            else:
+                finish_run(job, folder, code, row_seconds=0.0 if rank == 0 else ROW_SECONDS)
     # The lock on the folder is released when the process ends.
     leave(code)
 
@@ -237,15 +246,3 @@ def _begin_on_rank_0(
     if store is not None:
         store.set("folder", ended)
     return ended
-
-
-def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
-    if code in (EXIT_OK, *STOPPED):
-        return
-    # Errors are written at about the same time: the cause may be written after its consequences.
-    time.sleep(GRACE_SECONDS)
-    try:
-        (folder.path / "errors" / "told").open("x").close()
-    except OSError:
-        return
-    finish_run(job, folder, code, row_seconds=0.0 if rank == 0 else ROW_SECONDS)

@@ -137,16 +137,19 @@ class RankPool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
-                ok, value = self._answer(rank, connection)
+                try:
+                    ok, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    process, _ = self._ranks[rank]
+                    process.join(GRACE_SECONDS)
+                    ok = False
+                    value = Failure(f"the process died (exit code {process.exitcode})")
                 if ok:
                     results[rank] = value
-                else:
-                    deadline = (
-                        min(deadline, time.monotonic() + GRACE_SECONDS)
-                        if not failures
-                        else deadline
-                    )
-                    failures.append((rank, value))
+                    continue
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                failures.append((rank, value))
         if failures:
             # A rank that lost its peer may answer before the peer's failure is known.
             rank, failure = min(failures, key=lambda each: is_consequence(each[1].text))
@@ -157,14 +160,6 @@ class RankPool:
                 f"no answer from rank {ranks} of {world_size} in {self.timeout_seconds:g} s"
             )
         return results
-
-    def _answer(self, rank: int, connection: Connection) -> tuple[bool, Any]:
-        try:
-            return connection.recv()
-        except (EOFError, ConnectionResetError):
-            process, _ = self._ranks[rank]
-            process.join(GRACE_SECONDS)
-            return False, Failure(f"the process died (exit code {process.exitcode})")
 
 
 @contextmanager

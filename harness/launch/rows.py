@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
-from harness.launch.state import RunState, read_or_warn
+from harness.launch.state import read_or_warn
 from harness.launch.sweep.folder import FILE as SWEEP
 from harness.launch.sweep.folder import (
     Point,
@@ -93,25 +93,23 @@ def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> li
     """Return rows of points that have a job, in order; named by their overrides unless names are given."""
     names = labels([point.overrides for point in points]) if names is None else names
     seen, _ = read_or_warn([point.run_dir for point in points])
-    return [
-        _of_seen(shortened(name), point, each)
-        for name, point, each in zip(names, points, seen, strict=True)
-    ]
-
-
-def _of_seen(name: str, point: Point, seen: RunState) -> Row:
-    row = {
+    rows = []
+    for name, point, each in zip(names, points, seen, strict=True):
         # The overrides of the last start; the sweep has those of the first.
-        **as_planned(name, point.job, typed_overrides(point.run_dir) or point.overrides),
-        **RunFolder(point.run_dir).row,
-        **newest(point.run_dir),
-        "state": seen.state,
-        "kind": seen.kind,
-        "reason": seen.reason,
-        "run_dir": str(point.run_dir),
-        **({"slow": "; ".join(map(str, seen.slow))} if seen.slow else {}),
-    }
-    return completed(row)
+        overrides = typed_overrides(point.run_dir) or point.overrides
+        row = {
+            **as_planned(shortened(name), point.job, overrides),
+            **RunFolder(point.run_dir).row,
+            **newest(point.run_dir),
+            "state": each.state,
+            "kind": each.kind,
+            "reason": each.reason,
+            "run_dir": str(point.run_dir),
+        }
+        if each.slow:
+            row["slow"] = "; ".join(map(str, each.slow))
+        rows.append(completed(row))
+    return rows
 
 
 def as_planned(name: str, job: Job, overrides: list[str]) -> Row:

@@ -142,8 +142,14 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         if may_pass and allocation.restarts < job.cluster.max_requeues:
             return _requeue_after(error, job, folder, allocation)
         code = folder.errors.record(None, error)["exit_code"]
-    if code in STOPPED:
-        _exclude_slow_nodes(job, folder, allocation)
+    slow = _slow_nodes(job, folder) if code in STOPPED else []
+    try:
+        # A job that waits can be changed, and one that was started again cannot.
+        if slow and queue.is_requeued(allocation.job_id):
+            queue.exclude(allocation.job_id, slow)
+            sys.stderr.write(f"excluded {', '.join(slow)}, where ranks are slow\n")
+    except queue.SlurmError as error:
+        sys.stderr.write(f"WARNING cannot exclude {', '.join(slow)} from this job: {error}\n")
     state = allocation.state()
     if state == SUPERSEDED:
         return code  # the run folder now belongs to another attempt
@@ -328,22 +334,6 @@ def _slow_nodes(job: Job, folder: RunFolder) -> list[str]:
     if not job.cluster.exclude_slow:
         return []
     return sorted({each.host for each in slow_ranks(folder.path) if each.until is None})
-
-
-def _exclude_slow_nodes(job: Job, folder: RunFolder, allocation: Allocation) -> None:
-    """Exclude nodes with slow ranks from a job that SLURM has put back into its queue.
-
-    A job that waits can be changed, and one that was started again cannot.
-    """
-    slow = _slow_nodes(job, folder)
-    if not slow:
-        return
-    try:
-        if queue.is_requeued(allocation.job_id):
-            queue.exclude(allocation.job_id, slow)
-            sys.stderr.write(f"excluded {', '.join(slow)}, where ranks are slow\n")
-    except queue.SlurmError as error:
-        sys.stderr.write(f"WARNING cannot exclude {', '.join(slow)} from this job: {error}\n")
 
 
 def _requeue_after(error: Exception, job: Job, folder: RunFolder, allocation: Allocation) -> int:

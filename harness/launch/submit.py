@@ -65,7 +65,14 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         return EXIT_INTERRUPTED
     if ends[0].is_damaged or ends[0].state == "blocked":
         raise UserError(ends[0].reason)
-    return _show_end(job, folder)
+    error = folder.errors.first() if folder.state == "failed" else None
+    if error is not None:
+        sys.stderr.write(format_failure(error, job.world_size, folder))
+    if folder.stop_reason is not None:
+        sys.stderr.write(f"{folder.stop_reason}\n")
+    # The row may be damaged, or not yet visible on a shared file system.
+    unknown = EXIT_OK if folder.state == "completed" else EXIT_MACHINE
+    return int(folder.row.get("exit_code", unknown))
 
 
 def _last_state(folder: RunFolder, submission: Submission) -> RunState:
@@ -199,14 +206,3 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> list[RunStat
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped following; the jobs continue\n")
         return None
-
-
-def _show_end(job: Job, folder: RunFolder) -> int:
-    error = folder.errors.first() if folder.state == "failed" else None
-    if error is not None:
-        sys.stderr.write(format_failure(error, job.world_size, folder))
-    if folder.stop_reason is not None:
-        sys.stderr.write(f"{folder.stop_reason}\n")
-    # The row may be damaged, or not yet visible on a shared file system.
-    unknown = EXIT_OK if folder.state == "completed" else EXIT_MACHINE
-    return int(folder.row.get("exit_code", unknown))

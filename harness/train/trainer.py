@@ -109,7 +109,13 @@ class Trainer:
         self._describe()
         self._start()
         if self.job.checkpoint.create_seed_checkpoint:
-            return self._save_seed()
+            if self.resumed_from is not None and self.progress.step > 0:
+                raise UserError(
+                    "checkpoint.create_seed_checkpoint=true: the run is already at step "
+                    f"{self.progress.step}; would work: checkpoint.resume=false, or another name"
+                )
+            self._save(final=True)
+            return "completed"
         request = handlers.enter_context(StopRequest())
         with garbage_collection(self.job.training.gc_interval) as collect:
             try:
@@ -255,15 +261,6 @@ class Trainer:
                 hidden.add("tflops_per_device")
             shown = [each for each in metrics_of_rows(self.observers) if each.name not in hidden]
             self.recorder.begin(self.progress.step, shown)
-
-    def _save_seed(self) -> str:
-        if self.resumed_from is not None and self.progress.step > 0:
-            raise UserError(
-                "checkpoint.create_seed_checkpoint=true: the run is already at step "
-                f"{self.progress.step}; would work: checkpoint.resume=false, or another name"
-            )
-        self._save(final=True)
-        return "completed"
 
     def result(self) -> Row:
         """Return the trainer's fields of result.json (``result_row``)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class Marks:
                 if isinstance(module, FSDPModule):
                     groups |= {id(group): group for group in parameter_groups(module)}
             for group in groups.values():
-                self._mark_sharding(group)
+                for name, phase in _SHARDING.items():
+                    setattr(group, name, phases.inside(phase)(getattr(group, name)))
+                    self._undo.append(partial(delattr, group, name))
         axes = _axes(mesh)
         if axes:
             self._mark_collectives(axes, _KEYS[device.type])
@@ -93,11 +96,6 @@ class Marks:
         # Before and after FSDP's own hooks, so that their collectives interrupt the phase.
         self._undo.append(module.register_forward_pre_hook(begin, prepend=True).remove)
         self._undo.append(module.register_forward_hook(end).remove)
-
-    def _mark_sharding(self, group: Any) -> None:
-        for name, phase in _SHARDING.items():
-            setattr(group, name, self._phases.inside(phase)(getattr(group, name)))
-            self._undo.append(lambda name=name: delattr(group, name))  # type: ignore[misc]
 
     def _mark_collectives(self, axes: dict[str, str], key: str) -> None:
         library = torch.library.Library(_FUNCTIONAL, "IMPL")

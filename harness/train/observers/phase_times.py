@@ -89,6 +89,8 @@ class Phases:
 
     def __init__(self, device: torch.device, stage: int = 0) -> None:
         self._stamps: Any = _Events() if device.type == "cuda" else _Clock()
+        self.sees_queue: bool = self._stamps.sees_queue
+        """Whether spans have the time in which the thread waited for a core."""
         self._open = [(HOST, stage)]
         self._marks: list[tuple[Any, str, int]] = []
         self._ended: deque[tuple[int, list[tuple[Any, str, int]], Any]] = deque()
@@ -116,11 +118,6 @@ class Phases:
     def inside(self, phase: str, stage: int | None = None) -> _Inside:
         """Count the ``with`` block, or each call of a decorated function, as a phase."""
         return _Inside(self, phase, stage)
-
-    @property
-    def sees_queue(self) -> bool:
-        """Whether spans have the time in which the thread waited for a core."""
-        return self._stamps.sees_queue  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Release what reads the time; no mark may follow."""
@@ -186,10 +183,7 @@ class _Clock:
         self._file: int | None = None
         with contextlib.suppress(OSError):  # not Linux, or a kernel without CONFIG_SCHED_INFO
             self._file = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
-
-    @property
-    def sees_queue(self) -> bool:
-        return self._file is not None
+        self.sees_queue = self._file is not None
 
     def close(self) -> None:
         if self._file is not None:

@@ -54,7 +54,20 @@ class Profiling(Observer):
     def begin_step(self, step: int) -> Sequence[float]:
         self._step = step
         if self._writes and self._index(step) == 0:
-            self._trace = self._profile(step)
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            config = self.config
+            self._trace = profile(
+                activities=activities,
+                schedule=schedule(
+                    skip_first=step, wait=0, warmup=config.warmup, active=config.active
+                ),
+                record_shapes=True,
+            )
+            # Otherwise the trace would count steps from 0.
+            self._trace.step_num = step
+            self._trace.current_action = self._trace.schedule(step)  # type: ignore[assignment]
             self._trace.start()
         return ()
 
@@ -95,22 +108,6 @@ class Profiling(Observer):
 
     def _ends_trace(self, step: int) -> bool:
         return self._index(step) == self.config.warmup + self.config.active - 1
-
-    def _profile(self, first: int) -> profile:
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        profiler = profile(
-            activities=activities,
-            schedule=schedule(
-                skip_first=first, wait=0, warmup=self.config.warmup, active=self.config.active
-            ),
-            record_shapes=True,
-        )
-        # Otherwise the trace would count steps from 0.
-        profiler.step_num = first
-        profiler.current_action = profiler.schedule(first)  # type: ignore[assignment]
-        return profiler
 
     def _write(self, trace: profile, step: int) -> None:
         folder = self._folder / f"step-{step}"
