@@ -174,9 +174,8 @@ class Composer:
         Values that files give the fields ``left_out`` do not count.
         """
         with user_errors():
-            choices, values = self._split(overrides)
-            model = partial(self._model, overrides)
-            config = self._hydra.composed(self.config_name, tuple(choices), self.schema, model)
+            files, values = self._split(overrides)
+            config = self._hydra.composed(*files)
             settings = config.pop("hydra", None) or {}
             for key, value in flat_items({"hydra": settings}):
                 check_setting(key, f"{key}={as_typed(value)} (in a file of the job)")
@@ -196,8 +195,8 @@ class Composer:
             config[name] = with_types(config[name], type_hints(self.schema).get(name, Any))
         return config, in_file["hydra"], missing
 
-    def _split(self, overrides: Iterable[Override]) -> tuple[list[str], list[Any]]:
-        """Separate the overrides that choose files from those that set values, which it parses."""
+    def _split(self, overrides: list[Override]) -> tuple[Any, list[Any]]:
+        """Return the arguments of ``Hydra.layers``, and the parsed overrides that set values."""
         chosen: dict[str, str] = {}
         others = []
         values = []
@@ -220,7 +219,8 @@ class Composer:
                 chosen[group] = f"{group}={parsed.value()}"  # the last one wins
             else:
                 others.append(str(parsed.input_line))
-        return [*chosen.values(), *others], values
+        choices = (*chosen.values(), *others)
+        return (self.config_name, choices, self.schema, partial(self._model, overrides)), values
 
     def _idle(self, job: Any, overrides: list[Override]) -> dict[str, UserError]:
         """Errors of a job's values that have no effect, by the override or file that gives each.
@@ -243,17 +243,14 @@ class Composer:
 
     def _source(self, field: str, overrides: list[Override]) -> tuple[str, bool]:
         """The override or file that gives a value, empty for a default; and whether it is typed."""
-        choices, values = self._split(overrides)
+        files, values = self._split(overrides)
         for value in reversed(values):
             key = value.key_or_group
             if f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}."):
                 return str(value.input_line), True
         source = ""
-        model = partial(self._model, overrides)
         content: Any
-        for name, content in self._hydra.layers(
-            self.config_name, tuple(choices), self.schema, model
-        ):
+        for name, content in self._hydra.layers(*files):
             for part in field.split("."):
                 content = content.get(part, MISSING) if isinstance(content, dict) else MISSING
             if content is not MISSING and name not in ("train", "job_schema"):

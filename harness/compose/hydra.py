@@ -334,7 +334,8 @@ def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
     file = folders.find(name)
     if file is None:
         searched = ", ".join(map(str, folders.paths))
-        works = ", ".join(folders.primary_names())
+        names = {found.stem for path in folders.paths for found in path.glob("*.yaml")}
+        works = ", ".join(sorted(names))
         raise UserError(f"--config-name={name}: no such file in {searched}; would work: {works}")
     try:
         if "searchpath" not in file.read_text(encoding="utf-8"):
@@ -351,7 +352,7 @@ def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
 def _texts(value: Any, source: str) -> list[str]:
     elements = value if isinstance(value, list) else [None]
     # Hydra's quoted texts are a class of their own.
-    texts = [getattr(element, "text", element) for element in elements]
+    texts: list[Any] = [getattr(element, "text", element) for element in elements]
     if not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{source}: must be a list of folders or packages; would work: {_WORKS}")
     return texts

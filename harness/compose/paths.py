@@ -55,12 +55,6 @@ class ConfigFolders:
         files = (path / f"{name}.yaml" for path in self.paths)
         return next((file for file in files if os.path.isfile(file)), None)
 
-    def primary_names(self) -> list[str]:
-        names = set()
-        for path in self.paths:
-            names |= {file.stem for file in path.glob("*.yaml")}
-        return sorted(names)
-
     def stamp(self) -> Stamp:
         """Return the order of the folders and the stamp of all files, to detect changes."""
         paths = [str(path) for path in self.paths]

@@ -52,17 +52,13 @@ def begin(
         if others:
             write_json_atomically(folder.path / CONTINUES, {"folders": others})
         folder.set_status(state)
-        _link_latest(folder.path)
-
-
-def _link_latest(run_dir: Path) -> None:
-    """Make the link ``latest`` beside the folder; nothing depends on it."""
-    link = run_dir.with_name(f".{LATEST}.{os.getpid()}")
-    try:
-        link.symlink_to(run_dir.name)
-        link.replace(run_dir.with_name(LATEST))
-    except OSError:  # a file system without links, or a folder of that name
-        link.unlink(missing_ok=True)
+        # The link ``latest`` beside the folder; nothing depends on it.
+        link = folder.path.with_name(f".{LATEST}.{os.getpid()}")
+        try:
+            link.symlink_to(folder.path.name)
+            link.replace(folder.path.with_name(LATEST))
+        except OSError:  # a file system without links, or a folder of that name
+            link.unlink(missing_ok=True)
 
 
 def begin_again(folder: RunFolder, job: Job) -> None:

@@ -74,8 +74,12 @@ _TAKEN = {*queue.REQUEUED, "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUP
 
 def run_and_leave(run_dir: Path, received: Received) -> NoReturn:
     """Run the job of a run folder and end the process with its exit code."""
+    job_id = os.environ["SLURM_JOB_ID"]
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job_id = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     try:
-        code = run(RunFolder(run_dir), Allocation.here(), received)
+        code = run(RunFolder(run_dir), Allocation(job_id, restarts), received)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         code = error.exit_code
@@ -91,14 +95,6 @@ class Allocation:
     def __init__(self, job_id: str, restarts: int) -> None:
         self.job_id = job_id
         self.restarts = restarts
-
-    @classmethod
-    def here(cls) -> Allocation:
-        """Return the allocation that this process runs in."""
-        ident = os.environ["SLURM_JOB_ID"]
-        if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-            ident = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-        return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
     def state(self) -> str:
         """Return the job's state in SLURM's terms; SUPERSEDED when SLURM has restarted the job elsewhere.

@@ -150,7 +150,21 @@ def rendezvous(job: Job) -> dist.Store:
         # torchrun may restart the ranks, and its store keeps their keys.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"harness-{attempt}", connected)
-        _meet(job.world_size, store, f"{host}:{port}", deadline)
+        arrived = store.add("arrived", 1)
+        # Rank 0 says how many ranks it waits for.
+        shown_at = time.monotonic() + WAITING_SECONDS if rank == 0 else deadline
+        while arrived < job.world_size:
+            missing = f"{job.world_size - arrived} of {job.world_size} ranks at {host}:{port}"
+            if time.monotonic() > deadline:
+                works = "all WORLD_SIZE ranks, or env -u RANK -u WORLD_SIZE before the command"
+                raise MachineError(
+                    f"waiting for {missing} took cluster.start_timeout_seconds; would work: {works}"
+                )
+            if time.monotonic() > shown_at:
+                _tell(f"waiting for {missing}")
+                shown_at = deadline
+            time.sleep(MEETING_SECONDS)
+            arrived = store.add("arrived", 0)
     except dist.DistError as error:
         raise MachineError(
             f"rank {rank} cannot connect to the store at {host}:{port} (MASTER_ADDR, MASTER_PORT): "
@@ -159,22 +173,6 @@ def rendezvous(job: Job) -> dist.Store:
     finally:
         notice.cancel()
     return store
-
-
-def _meet(world_size: int, store: dist.Store, address: str, deadline: float) -> None:
-    """Wait until all ranks have the store; rank 0 says how many it waits for."""
-    arrived = store.add("arrived", 1)
-    shown_at = time.monotonic() + WAITING_SECONDS if os.environ["RANK"] == "0" else deadline
-    while arrived < world_size:
-        waiting = f"waiting for {world_size - arrived} of {world_size} ranks at {address}"
-        if time.monotonic() > deadline:
-            works = "all WORLD_SIZE ranks, or env -u RANK -u WORLD_SIZE before the command"
-            raise MachineError(f"{waiting} took cluster.start_timeout_seconds; would work: {works}")
-        if time.monotonic() > shown_at:
-            _tell(waiting)
-            shown_at = deadline
-        time.sleep(MEETING_SECONDS)
-        arrived = store.add("arrived", 0)
 
 
 def _tell(line: str) -> None:

@@ -159,7 +159,13 @@ class Trainer:
                 with self.timer.section("checkpoint"):
                     self._save(final=stopping or number == self.job.steps)
             if stopping:
-                self._message(self._describe_stop())
+                saved = ""
+                if self.is_saved:
+                    command = "the same command"
+                    if not self.is_resumable:
+                        command = "it without checkpoint.resume=false"
+                    saved = f" and saved: {command} resumes from there"
+                self._message(f"stopped after step {number} of {self.job.steps}{saved}")
                 return "interrupted"
         return "completed"
 
@@ -225,15 +231,6 @@ class Trainer:
         warning = warning_of_eager(precision, compiled=self.job.compile.blocks)
         if warning is not None and self.engine.device.type == "cuda":
             self._message(f"WARNING {warning}")
-
-    def _describe_stop(self) -> str:
-        saved = ""
-        if self.is_saved:
-            command = (
-                "the same command" if self.is_resumable else "it without checkpoint.resume=false"
-            )
-            saved = f" and saved: {command} resumes from there"
-        return f"stopped after step {self.progress.step} of {self.job.steps}{saved}"
 
     @property
     def is_saved(self) -> bool:

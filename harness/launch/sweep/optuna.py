@@ -266,8 +266,8 @@ class Study:
         for index, trial in enumerate(trials, start=self._done + 1):
             chosen = []
             for name in self.space.axes:
-                value = trial.params[override_key(name)]
-                chosen.append(f"{name}={'null' if value is None else value}")
+                found = trial.params[override_key(name)]
+                chosen.append(f"{name}={'null' if found is None else found}")
             name = f"[{index}/{self.settings.n_trials}]"
             batch.append((name, trial, self.compose([*self.space.fixed, *chosen])))
             asked += f"{name} {' '.join(chosen)}\n"
@@ -299,11 +299,11 @@ class Study:
                 raise KeyboardInterrupt
         ended = {each.run_dir: each for each in states_of(points)}
         for name, trial, composed in batch:
+            value = self.settings.failed
             try:
-                value: float | None = self._value(composed, ended)
+                value = self._value(composed, ended)
                 shown = self.record.format(value)
             except PointFailedError as error:
-                value = self.settings.failed
                 shown = str(error)
             state = TrialState.FAIL if value is None else TrialState.COMPLETE
             stored.tell(trial.number, value, state)
