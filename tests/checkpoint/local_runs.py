@@ -1,7 +1,5 @@
 """Runs of one rank in this process, and what they left."""
 
-from __future__ import annotations
-
 import jobs
 from resumable_runs import SMALL
 

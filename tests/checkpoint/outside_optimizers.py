@@ -1,7 +1,5 @@
 """Optimizers as other packages write them: they count in parameter groups, or keep undeclared tensors."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import torch

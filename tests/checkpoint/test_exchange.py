@@ -1,7 +1,5 @@
 """Start from and export to Hugging Face's format on several ranks, checked with transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Optimizers of other packages resume as themselves, or are refused after the first update."""
 
-from __future__ import annotations
-
 import pytest
 from outside_optimizers import installed, train_outside
 from resumable_runs import SMALL

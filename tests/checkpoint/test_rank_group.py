@@ -1,7 +1,5 @@
 """Calls of all ranks that fail on one."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

@@ -1,7 +1,5 @@
 """Exact resume: a stopped and resumed run is bitwise equal to an uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 import signal
 

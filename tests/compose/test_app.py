@@ -1,7 +1,5 @@
 """Verbs: flags, results as text and as ``--json``, errors after a result."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is composed is what Hydra itself composes: options, experiments, own folders, points and axes."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, get_origin

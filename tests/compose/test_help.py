@@ -1,7 +1,5 @@
 """``--help``: the screen of each verb, one group, one field, all fields, and names that are none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

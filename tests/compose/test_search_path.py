@@ -1,7 +1,5 @@
 """Own configurations: composed as Hydra itself composes them, in its order, and one line for each mistake."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """Classification of exceptions and logs: real messages of torch, NCCL, gloo, SLURM and the kernel."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

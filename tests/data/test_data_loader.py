@@ -1,7 +1,5 @@
 """The loader: samples depend on the step, never on how the batch is split over ranks or on resumes."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

@@ -1,7 +1,5 @@
 """Mixtures: which source a sample comes from, its tokens, and the fields of a source."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from fractions import Fraction

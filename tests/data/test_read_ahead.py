@@ -1,7 +1,5 @@
 """Processes that read ahead: the same samples, errors in one line, and no process is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Datasets of the `datasets` library, from local files: the order of streams, and tables tokenized first."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """A tokenizer.json: its bos and eos, in the job and in its export, and files of other shapes."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Tokenizers of every kind: texts, ids and special tokens are those of their exports in transformers."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

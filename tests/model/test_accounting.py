@@ -1,7 +1,5 @@
 """Parameters and FLOPs against published figures, not against the code that counts them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

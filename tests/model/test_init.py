@@ -1,7 +1,5 @@
 """Initial values: by name, whatever is built around a parameter, and from the right distribution."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -1,7 +1,5 @@
 """Backends of attention, each against softmax(q k^T) v written out, document by document."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The mixture of experts against one that is written out token by token, and the rules of its router."""
 
-from __future__ import annotations
-
 import os
 import sys
 

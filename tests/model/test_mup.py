@@ -1,7 +1,5 @@
 """muP against an independent implementation of its published tables, over widths and architectures."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

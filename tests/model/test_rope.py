@@ -1,7 +1,5 @@
 """Rotary embeddings: rotation against complex numbers, and stretched wavelengths."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

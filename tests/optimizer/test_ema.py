@@ -1,7 +1,5 @@
 """The moving average of the weights: torch's own, on layouts, in checkpoints, and where it is read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from jobs import batches_of, tiny, train, train_engine

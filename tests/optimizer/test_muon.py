@@ -1,7 +1,5 @@
 """Muon: its orthogonalization, the ranks that own matrices, and what they send."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

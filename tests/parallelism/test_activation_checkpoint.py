@@ -1,7 +1,5 @@
 """Activation checkpointing: recomputed operations and saved memory; parity is tested by the matrix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import rows

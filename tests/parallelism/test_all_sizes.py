@@ -5,8 +5,6 @@ model stays on the meta device. Expected values are computed from the model's co
 not from the layout code.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """Chunked loss: value and gradients against torch's loss, and memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

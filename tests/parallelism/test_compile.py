@@ -1,7 +1,5 @@
 """torch.compile: shared graphs, counters and refused settings; parity is tested by the matrix."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

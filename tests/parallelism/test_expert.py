@@ -1,7 +1,5 @@
 """MoE models on expert-parallel layouts against one process; and tests that sabotage is detected."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

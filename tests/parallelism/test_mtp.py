@@ -1,7 +1,5 @@
 """Multi-token prediction: against the paper's formulas, on layouts, at sequence and document boundaries."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

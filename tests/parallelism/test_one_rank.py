@@ -1,7 +1,5 @@
 """FSDP on one rank, which casts and reduces in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from jobs import batches_of, full, tiny

@@ -1,7 +1,5 @@
 """Split backward passes under FSDP: no gradient is lost when parameters are freed in between."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

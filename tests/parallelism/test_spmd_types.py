@@ -4,8 +4,6 @@ It refuses a gradient that lacks a sum before it is computed. It types plain ten
 DTensors, not pipelines (of which it does not know the sends) and not what has no type.
 """
 
-from __future__ import annotations
-
 import re
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Stages of pipelines: their modules and ranks, and the rules of schedules against torch's own classes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain, product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """precision=bf16_full: dtypes, and agreement of layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from jobs import tiny, train_engine

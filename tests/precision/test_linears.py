@@ -1,7 +1,5 @@
 """Selection of converted linears, against the decoder's modules and torchao's own rules."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import product
 

@@ -1,7 +1,5 @@
 """config.json against released files and transformers' own; names and shapes of tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """``harness encode`` writes what training would encode, whatever the processes, stops and shards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

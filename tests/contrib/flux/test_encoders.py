@@ -1,7 +1,5 @@
 """Encoders against diffusers' FluxPipeline, which uses the same models."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flux against diffusers' FluxTransformer2DModel: outputs, gradients, parameter counts and files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

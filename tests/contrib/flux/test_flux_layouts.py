@@ -1,7 +1,5 @@
 """Flux on layouts: the same numbers as one process, exact resume, and resuming on another layout."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

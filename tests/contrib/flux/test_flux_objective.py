@@ -1,7 +1,5 @@
 """The objective of flow matching, its randomness, and the jobs that are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from one_line import one_line

@@ -1,7 +1,5 @@
 """Training on drawn shapes as users do it: sample sheets, exact resume, and pictures of a checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sampling against diffusers' FluxPipeline: the same latents from the same noise and embeddings."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures from files, tar files and datasets: the same pictures, splits, crops, and errors of one line."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

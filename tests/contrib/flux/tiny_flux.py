@@ -1,7 +1,5 @@
 """A small Flux, and small encoders with random weights, as transformers and diffusers save them."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

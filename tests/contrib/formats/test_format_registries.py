@@ -1,7 +1,5 @@
 """Formats of other software, found by entry points."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Meta's files against Meta's mathematics: complex rotation of interleaved pairs, reimplemented here."""
 
-from __future__ import annotations
-
 import math
 import re
 

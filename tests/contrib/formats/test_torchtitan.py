@@ -1,7 +1,5 @@
 """Checkpoints for torchtitan against its Llama's mathematics, which rotates interleaved pairs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
