@@ -71,6 +71,8 @@ def open_token_files(reading: Reading) -> Tokens:
         foreign: TokenFormat = TOKEN_FORMATS[format]
         usual = foreign.boundary
         parts = [foreign.open(file, data, limit.vocab_size) for file in files]
+        if is_builder and not isinstance(tokenizer, NoTokenizer):
+            _warn_of_other_tokenizer(files[0], foreign, tokenizer)
     if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
         raise ConfigError(
@@ -129,6 +131,15 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
             f"data.{field} has files of several formats: {listed}; would work: data.format, one of them"
         )
     return files, next(iter(formats))
+
+
+def _warn_of_other_tokenizer(file: Path, format: TokenFormat, tokenizer: Tokenizer) -> None:
+    name = format.tokenizer_of(file)
+    path = str(tokenizer.config.path if tokenizer.config else None)
+    if name and name.lower() not in path.lower():
+        sys.stderr.write(
+            f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {path}\n"
+        )
 
 
 def _files_of(path: Path, format: str) -> list[Path]:

@@ -233,6 +233,8 @@ class TokenFormat:
     """Whether ``data.dtype`` may say the type of the ids, because a file does not."""
     boundary: str = "eos"
     """The token at which documents are separated if files have no index (``data.boundaries``)."""
+    tokenizer_of: Callable[[Path], str | None] = lambda file: None
+    """The name of the tokenizer that made a file; None: it is not recorded."""
 
 
 def token_formats() -> dict[str, TokenFormat]:

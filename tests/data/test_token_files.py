@@ -135,6 +135,16 @@ def test_settings_of_another_format():
         loader(config(dtype="uint16"))
 
 
+def test_another_tokenizer_by_name(capfd):
+    write_datatrove("a", files_of_documents(1)[0])
+    loader(config(), tokenizer=NOTHING)
+    assert capfd.readouterr().err == ""
+    loader(config())
+    assert (
+        "a.ds was made by the tokenizer org/name; tokenizer.path is None" in capfd.readouterr().err
+    )
+
+
 def test_without_a_tokenizer():
     """It encodes nothing, and a checkpoint that records it names no tokenizer."""
     for use in (NOTHING.encode, NOTHING.encode_batch, NOTHING.decode):

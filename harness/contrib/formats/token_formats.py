@@ -144,13 +144,7 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
         _refuse(
             file, "has a loss mask (.loss), which is not supported; would work: files without one"
         )
-    # It has three lines: NAME|BYTES, the number of tokens, the number in words.
-    metadata = Path(f"{file}.metadata")
-    if dtype is None and metadata.exists():
-        first = _head(metadata, 4096).decode("utf-8", "replace").partition("\n")[0]
-        dtype = {"2": "uint16", "4": "uint32"}.get(first.rpartition("|")[2])
-        if dtype is None:
-            _refuse(metadata, f"its first line is not NAME|2 or NAME|4: {first[:80]!r}")
+    dtype = dtype or _read_metadata(file)[1]
     index = Path(f"{file}.index")
     if not index.exists():
         return open_memmap(file, dtype, vocab_size)
@@ -174,6 +168,22 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
         # A document starts where another ends.
         start=lambda number: np.where(number > 0, ends[number - 1], 0),
     )
+
+
+def _read_metadata(file: Path) -> tuple[str | None, str | None]:
+    """Return the tokenizer's name and the type of the tokens by a .ds.metadata file, if there is one.
+
+    The file has three lines: ``NAME|BYTES``, the number of tokens, the number in words.
+    """
+    metadata = Path(f"{file}.metadata")
+    if not metadata.exists():
+        return None, None
+    first = _head(metadata, 4096).decode("utf-8", "replace").partition("\n")[0]
+    name, _, token_bytes = first.rpartition("|")
+    dtype = {"2": "uint16", "4": "uint32"}.get(token_bytes)
+    if dtype is None:
+        _refuse(metadata, f"its first line is not NAME|2 or NAME|4: {first[:80]!r}")
+    return name, dtype
 
 
 def is_megatron(file: Path) -> bool:
@@ -260,5 +270,6 @@ DATATROVE = TokenFormat(
     endings=(".ds",),
     companions=dict.fromkeys((".ds.index", ".ds.metadata", ".ds.loss")),
     needs_dtype=True,
+    tokenizer_of=lambda file: _read_metadata(file)[0],
     open=lambda file, data, vocab_size: open_datatrove(file, data.dtype, vocab_size),
 )
