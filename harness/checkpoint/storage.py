@@ -7,6 +7,7 @@ last. The checksums are XXH3-128, so ``xxh128sum`` can check files by hand.
 
 import io
 import itertools
+import mmap
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -220,6 +221,31 @@ def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content
         sync_folder(folder)
 
 
+class _Content(io.RawIOBase):
+    """The bytes of an entry as a file. A local one is mapped: a copy would need the tensor's memory twice."""
+
+    def __init__(self, file: Any, place: Any) -> None:
+        end = place.offset + place.length
+        if isinstance(file, io.BufferedReader) and 0 < end <= os.fstat(file.fileno()).st_size:
+            mapped = mmap.mmap(file.fileno(), end, prot=mmap.PROT_READ)
+            self.bytes = memoryview(mapped)[place.offset :]
+        else:
+            file.seek(place.offset)
+            self.bytes = memoryview(file.read(place.length))
+        self._position = 0
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.bytes[self._position :][: len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self.bytes)}
+        self._position = bases[whence] + offset
+        return self._position
+
+
 def _read_tensor(file: Any, place: Any) -> torch.Tensor:
     """Return the tensor of an entry, whose bytes are compared with its checksum before they are read.
 
@@ -227,15 +253,14 @@ def _read_tensor(file: Any, place: Any) -> torch.Tensor:
     is one.
     """
     span = _span(place)
-    file.seek(place.offset)
-    content = file.read(place.length)
-    if len(content) != place.length:
+    content = _Content(file, place)
+    if len(content.bytes) != place.length:
         raise DamagedCheckpoint(f"{span}: the file ends before")
     checksum = getattr(place, CHECKSUM, None)
-    if checksum is not None and xxhash.xxh3_128_hexdigest(content) != checksum:
+    if checksum is not None and xxhash.xxh3_128_hexdigest(content.bytes) != checksum:
         raise DamagedCheckpoint(f"{span} do not have the checksum they were written with")
     try:
-        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        tensor = torch.load(cast("IO[bytes]", content), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make torch raise almost anything
         if isinstance(error, MemoryError) or kind_of_text(str(error)) is not None:
             raise  # out of memory or a similar failure of the machine, not of the file
