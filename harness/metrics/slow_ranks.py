@@ -119,14 +119,13 @@ class SlowRanks:
         found = []
         for rank, excess in means.items():
             others = [means[peer] for peer in self._peers[rank] if peer in means]
+            if not others or rank in self.slow or min(self._excess[rank]) <= EXCESS / 2:
+                continue
             # The largest usual excess. A normal distribution's standard deviation is 1.4826 times
             # its median absolute deviation, a robust estimate.
-            middle = median(others or [0.0])
-            usual = middle + SPREADS * 1.4826 * median(
-                abs(each - middle) for each in others or [0.0]
-            )
-            steadily = bool(others) and min(self._excess[rank]) > EXCESS / 2
-            if steadily and excess > max(EXCESS, usual) and rank not in self.slow:
+            middle = median(others)
+            usual = middle + SPREADS * 1.4826 * median(abs(each - middle) for each in others)
+            if excess > max(EXCESS, usual):
                 compared = [peer for peer in self._peers[rank] if peer in known]
                 more = [
                     seconds[rank][kind] - median(seconds[peer][kind] for peer in compared)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from harness.train.setup import pick_device, process_group, set_up_process
 
 QUERIES = 64
 """Number of positions at the end of a sequence whose attention scores are measured."""
+
+
+Values = dict[tuple[str, str], list[Tensor]]
+"""Activations of the modules of a decoder, by name and kind, one tensor for each pass."""
 
 
 @dataclass(frozen=True)
@@ -51,37 +55,26 @@ def measure(job: Job) -> list[Activation]:
         engine = Engine(job, device)
         batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
         found: list[Activation] = []
-        initial: dict[str, list[Tensor]] = {}
+        initial: Values = {}
         for step in range(job.steps + 1):
             part = engine.parts[0]
             assert isinstance(part, Decoder)
-            with recorded(part) as record:
+            with recorded(part) as values:
                 engine.evaluate(batch)
-            initial = initial or record.values
-            for name, values in record.values.items():
-                change = [now - before for now, before in zip(values, initial[name], strict=True)]
-                kind = record.kinds[name]
-                found.append(
-                    Activation(name, kind, job.model.dim, step, _rms(values), _rms(change))
-                )
+            initial = initial or values
+            for (name, kind), now in values.items():
+                change = [a - b for a, b in zip(now, initial[name, kind], strict=True)]
+                found.append(Activation(name, kind, job.model.dim, step, _rms(now), _rms(change)))
             if step < job.steps:
                 engine.update(engine.gradients(batch).norm)
     return found
 
 
-@dataclass
-class Record:
-    """Activations of the modules of a decoder, by name, one tensor for each pass, and the modules' kinds."""
-
-    values: dict[str, list[Tensor]] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
-
-
 @contextmanager
-def recorded(decoder: Decoder) -> Iterator[Record]:
+def recorded(decoder: Decoder) -> Iterator[Values]:
     """Record the activations of every pass of a decoder inside of the context."""
     assert decoder.tok_embeddings is not None and decoder.output is not None, "no pipeline"
-    record = Record()
+    values: Values = {}
     hooks = []
 
     def after(module: nn.Module, name: str, kind: str) -> None:
@@ -91,8 +84,7 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
             elif kind == "router logits":
                 output = module.logits(inputs[0])
             output = output[0] if isinstance(output, tuple) else output
-            record.values.setdefault(name, []).append(output.detach().float())
-            record.kinds[name] = kind
+            values.setdefault((name, kind), []).append(output.detach().float())
 
         hooks.append(module.register_forward_hook(hook))
 
@@ -111,7 +103,7 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
         after(block, name, "residual stream")
     after(decoder.output, "output", "logits")
     try:
-        yield record
+        yield values
     finally:
         for hook in hooks:
             hook.remove()

@@ -121,14 +121,15 @@ def test_recorded_values_are_those_of_the_modules():
     attention, router = decoder.blocks[0].attention, decoder.mixtures[0].router
     attention.inner.register_forward_hook(lambda _, given, __: inputs.update(scores=given))
     router.register_forward_hook(lambda _, given, __: inputs.update(router=given))
-    with torch.no_grad(), recorded(decoder) as record:
+    with torch.no_grad(), recorded(decoder) as recordings:
         logits = decoder(tokens)
+    values = {name: found[0] for (name, _), found in recordings.items()}
     q, k = inputs["scores"][:2]
     head = (
         q[:, :, 5] @ k[:, :, 2].transpose(1, 2) * 16**-0.5
     )  # query head 5 of 8 reads key head 2 of 4
-    torch.testing.assert_close(record.values["layers.0.attention.scores"][0][:, 5], head)
+    torch.testing.assert_close(values["layers.0.attention.scores"][:, 5], head)
     expected = inputs["router"][0].flatten(0, 1) @ router.weight.T / 4
-    torch.testing.assert_close(record.values["layers.0.moe.router"][0], expected)
-    torch.testing.assert_close(record.values["output"][0], logits)
-    assert len(record.values) == 2 + 5 * decoder.config.n_layers
+    torch.testing.assert_close(values["layers.0.moe.router"], expected)
+    torch.testing.assert_close(values["output"], logits)
+    assert len(values) == 2 + 5 * decoder.config.n_layers
