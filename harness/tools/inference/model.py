@@ -81,25 +81,22 @@ class InferenceModel:
         Raises:
             UserError: on all ranks, if any found a damaged file, or the files hold another model.
         """
+        state = model_state(self)
         try:
-            self._load(found)
+            if found.kind == "hf":
+                huggingface.load(found.path, self.job.model, state, self.ranks)
+            elif found.kind == "dcp" and found.manifest:
+                named = dict(state)
+                if found.ema:
+                    named = {average_of(name): tensor for name, tensor in state.items()}
+                with opened(open_checkpoint(found.path), self.ranks) as reader:
+                    dcp.load(named, storage_reader=reader, process_group=self.ranks.group)
+            else:
+                self.ranks.everywhere(lambda: self._read(found, state))
         except DamagedCheckpoint as error:
             raise UserError(f"{found.path}: {error}") from error
         for part in self.parts if self.is_plain else ():
             to_plain(part)
-
-    def _load(self, found: WeightFolder) -> None:
-        state = model_state(self)
-        if found.kind == "hf":
-            huggingface.load(found.path, self.job.model, state, self.ranks)
-        elif found.kind == "dcp" and found.manifest:
-            with opened(open_checkpoint(found.path), self.ranks) as reader:
-                named = (
-                    {average_of(name): t for name, t in state.items()} if found.ema else dict(state)
-                )
-                dcp.load(named, storage_reader=reader, process_group=self.ranks.group)
-        else:
-            self.ranks.everywhere(lambda: self._read(found, state))
 
     def _read(self, found: WeightFolder, state: Mapping[str, Tensor]) -> None:
         source = open_source(found, self.job.model)

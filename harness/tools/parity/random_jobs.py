@@ -49,7 +49,9 @@ def random_job(
     """
     generator = random.Random(seed)
     # One model for all samples: composing another takes a fifth of a second.
-    groups = _sample_groups(generator)
+    groups = [f"model={generator.choice(DENSE if generator.random() < 0.4 else MIXTURES)}"]
+    if generator.random() < 0.2:
+        groups += DOCUMENTS
     sizes = random.Random(f"sizes {seed}")
     fixed_names = {override.partition("=")[0] for override in fixed}
     if "experiment" in fixed_names:
@@ -79,11 +81,6 @@ def random_job(
         if job.world_size <= ranks:
             return overrides, job
     raise UserError(f"parity.seed={seed}: none of {SAMPLES} samples is valid; the last: {rejected}")
-
-
-def _sample_groups(generator: random.Random) -> list[str]:
-    model = generator.choice(DENSE if generator.random() < 0.4 else MIXTURES)
-    return [f"model={model}", *(DOCUMENTS if generator.random() < 0.2 else ())]
 
 
 def _sample_fields(
@@ -138,13 +135,12 @@ def _sample_fields(
 
 def _sample_sizes(generator: random.Random) -> list[str]:
     sampled = []
-    for name, unit, values in (
-        ("batch_size", "sequences", (2, 4)),
-        ("seq_len", "tokens", (12, 16)),
-    ):
-        if generator.random() < 0.2:
-            value = generator.choice(values)
-            sampled.append(f"schedule.{name}=[{{until_step:1,{unit}:{value}}}]")
+    if generator.random() < 0.2:
+        rows = generator.choice((2, 4))
+        sampled.append(f"schedule.batch_size=[{{until_step:1,sequences:{rows}}}]")
+    if generator.random() < 0.2:
+        length = generator.choice((12, 16))
+        sampled.append(f"schedule.seq_len=[{{until_step:1,tokens:{length}}}]")
     return sampled
 
 

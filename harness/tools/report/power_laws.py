@@ -307,29 +307,31 @@ def fit_frontier(
     compute, best, drawn_minima = zip(*minima, strict=True)
     slope, height = np.polyfit(np.log(compute), np.log(best), 1)
     drawn = np.stack(drawn_minima)
-    slopes = np.polyfit(np.log(compute), drawn[:, ~np.isnan(drawn).any(axis=0)], 1)[0]
+    known = np.log(drawn[:, ~np.isnan(drawn).any(axis=0)])
+    slopes = np.polyfit(np.log(compute), known, 1)[0]
     return Frontier(parabolas, Interval.of(float(slope), slopes), float(np.exp(height)))
 
 
 def _minimum(curves: Array) -> Array:
-    """Return the logarithm at the minimum of each parabola; NaN if it opens downwards."""
+    """Return where each parabola is lowest; NaN if it opens downwards."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.where(curves[0] > 0, -curves[1] / (2 * curves[0]), np.nan))
+        logs = np.where(curves[0] > 0, -curves[1] / (2 * curves[0]), np.nan)
+    return np.asarray(np.exp(np.clip(logs, -700, 700)))
 
 
 def _parabola(flops: float, variable: Array, losses: Array, curve: Array, drawn: Array) -> Parabola:
-    at = float(np.exp(min(float(_minimum(curve)), 700.0))) if curve[0] > 0 else None
-    lost = float(np.isnan(drawn).mean())
-    if at is None:
+    at = float(_minimum(curve))
+    lost = np.isnan(drawn)
+    best = None
+    reason = ""
+    if np.isnan(at):
         reason = "the loss does not curve upwards"
     elif not variable.min() <= at <= variable.max():
         side = "smaller" if at < variable.min() else "larger"
         reason = f"the minimum is outside of the runs, at {side} values"
-    elif lost > MOST_LOST:
-        reason = (
-            f"noise hides the curvature: {lost:.0%} of the bootstrap replicates have no minimum"
-        )
+    elif lost.mean() > MOST_LOST:
+        share = f"{lost.mean():.0%} of the bootstrap replicates"
+        reason = f"noise hides the curvature: {share} have no minimum"
     else:
-        best = Interval.of(at, np.exp(np.clip(drawn[~np.isnan(drawn)], -700, 700)))
-        return Parabola(flops, variable, losses, curve, best)
-    return Parabola(flops, variable, losses, curve, None, reason)
+        best = Interval.of(at, drawn[~lost])
+    return Parabola(flops, variable, losses, curve, best, reason)
