@@ -112,6 +112,8 @@ class Verdict:
     norm: float
     """That of the gradient norm, or of one gradient's part of it."""
     passed: bool
+    wrong_step: int = 0
+    """The first step with a value that differs, from 0."""
     first_wrong: str = ""
     """The first value that departs, where the layout differs."""
 
@@ -158,18 +160,20 @@ def compare(
     )
 
     offs: dict[str, float] = {}
+    wrong: dict[str, int] = {}
     for step, expected in enumerate(reference):
         for what, whole in expected.items():
             off = difference(what, whole, [each[step] for each in traces])
             offs[what] = largest([offs.get(what, 0.0), off])
-    # NaN is different, because every comparison with it is false.
-    wrong = [what for what, off in offs.items() if not off <= tolerance_of(what, tolerances)]
+            # NaN is different, because every comparison with it is false.
+            if not off <= tolerance_of(what, tolerances):
+                wrong.setdefault(what, step)
     gradients = {what: off for what, off in offs.items() if what.startswith(GRADIENT)}
     # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
     shares = [what for what in offs if what.startswith(SHARE)]
     worst = max(gradients, key=lambda what: (math.isnan(offs[what]), offs[what]))
     if wrong and worst not in wrong:
-        worst = wrong[0]
+        worst = next(iter(wrong))
     return Verdict(
         layout,
         ranks,
@@ -178,6 +182,7 @@ def compare(
         worst.removeprefix(GRADIENT),
         largest([offs[what] for what in (NORM, *shares)]),
         not wrong,
+        min(wrong.values(), default=0),
     )
 
 
@@ -220,28 +225,19 @@ class LayoutComparer:
             verdict = compare(name, job.world_size, expected, traces, tolerances)
             if verdict.passed:
                 return verdict
-        wrong = self._first_wrong(job, alone, traces, tolerances)
+        wrong = self._first_wrong(job, alone, verdict.wrong_step, tolerances)
         return dataclasses.replace(verdict, first_wrong=wrong)
 
     def _first_wrong(
-        self, job: Job, alone: Job, traces: list[Trace], tolerances: tuple[float, float]
+        self, job: Job, alone: Job, wrong_step: int, tolerances: tuple[float, float]
     ) -> str:
-        from harness.tools.parity.first_wrong import NORM, first_wrong, record
+        from harness.tools.parity.first_wrong import first_wrong, record
 
-        expected = self._reference(alone)
-        steps = range(self.config.steps)
-        differs = []
-        for step in steps:
-            value = expected[step][NORM]
-            norms = [each[step][NORM] for each in traces]
-            # Not `>`, which is false for NaN.
-            if not all(abs(norm - value) <= tolerances[1] * value for norm in norms):
-                differs.append(step)
         # Compiled blocks have no modules to look into, and the compiler keeps the memory budget.
         eager = dataclasses.replace(job, compile=CompileConfig())
         if job.activation_checkpoint.mode == "memory_budget":
             eager = dataclasses.replace(eager, activation_checkpoint=ActivationCheckpointConfig())
-        for step in sorted({0, steps[-1], *differs[:1]}):
+        for step in sorted({0, wrong_step, self.config.steps - 1}):
             [whole] = self.pool.run(1, record, alone.to_json(), step)
             found = self.pool.run(job.world_size, record, eager.to_json(), step)
             text = first_wrong(whole, found, job.parallelism, tolerances)
