@@ -210,15 +210,16 @@ def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content
     """Write the file that marks a folder as complete: atomically (write, rename) and synced to disk."""
     temporary = fs.concat_path(folder, f"{name}.tmp")
     final = fs.concat_path(folder, name)
+    local = folder if isinstance(folder, Path) else None
     with fs.create_stream(temporary, "wb") as stream:
         stream.write(content)  # type: ignore[attr-defined]
-        if isinstance(folder, Path):
+        if local:
             sync_file(stream)
-    if isinstance(folder, Path):
-        sync_folder(folder)  # the names of the data files must be durable before this file's name
+    if local:
+        sync_folder(local)  # the names of the data files must be durable before this file's name
     fs.rename(temporary, final)
-    if isinstance(folder, Path):
-        sync_folder(folder)
+    if local:
+        sync_folder(local)
 
 
 class _Content(io.RawIOBase):

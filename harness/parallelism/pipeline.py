@@ -102,8 +102,8 @@ def build_schedule(
             index,
             total,
             device,
-            input_args=boundary(job, mesh, part, index, entering=True),
-            output_args=boundary(job, mesh, part, index, entering=False),
+            input_args=boundary(job, mesh, part, entering=True),
+            output_args=boundary(job, mesh, part, entering=False),
             group=mesh.group("pp"),
         )
         for index, part in zip(
@@ -173,7 +173,7 @@ def _forward_of(action: _Action) -> list[_Action]:
     return [action] if action.computation_type.name in _FORWARD_TYPES else []
 
 
-def boundary(job: Job, mesh: Mesh, part: ModelPart, index: int, entering: bool) -> Tensor:
+def boundary(job: Job, mesh: Mesh, part: ModelPart, *, entering: bool) -> Tensor:
     """Meta tensor with the shape and dtype of a stage's input or output on this rank, for one microbatch.
 
     With it torch needs no trial forward and backward pass to infer shapes. ``requires_grad`` marks

@@ -96,9 +96,7 @@ def _check_depth(value: Any) -> None:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        if math.isnan(value):
-            return "nan"
-        return "inf" if value > 0 else "-inf"
+        return str(value)  # nan, inf or -inf
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -215,9 +215,8 @@ _SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
 
 # E2M1 (OCP Microscaling Formats 1.0, 5.3.3). Two values of a byte, the first in the low bits, are
 # one int64.
-_E2M1 = torch.tensor(
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
-)
+_POSITIVE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.cat([_POSITIVE, -_POSITIVE])
 _PAIRS = (
     torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).view(torch.int64).flatten()
 )

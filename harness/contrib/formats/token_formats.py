@@ -194,10 +194,11 @@ def open_megatron(file: Path) -> TokenFile:
     """Open ``PREFIX.bin`` with its index ``PREFIX.idx``."""
     index = file.with_suffix(".idx")
     begin = _MEGATRON_HEADER.size
-    head = _head(index, begin)
-    if len(head) < begin or not head.startswith(_MEGATRON_MAGIC):
+    # Bytes that a short file does not have count as 0.
+    head = _head(index, begin).ljust(begin, b"\0")
+    magic, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
+    if magic != _MEGATRON_MAGIC:
         _refuse(index, "does not begin with MMIDIDX, as --dataset-impl mmap writes it")
-    _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
     if version != 1:
         _refuse(index, f"has version {version} of Megatron's index; version 1 is read")
     if code not in _MEGATRON_DTYPES:
