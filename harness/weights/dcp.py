@@ -102,20 +102,17 @@ class DistributedSource:
         return tensor
 
 
-def write_distributed(source: WeightSource, folder: Path, manifest: Mapping[str, Any]) -> None:
+def write_distributed(
+    source: WeightSource, folder: Path, manifest: dict[str, Any] | None = None
+) -> None:
     """Write a checkpoint that training can start from on any layout; one tensor is in memory at a time.
 
-    The folder must not hold a checkpoint; ``manifest`` has no ``files``.
+    The folder must not hold a checkpoint; ``manifest`` has no ``files``. Without it the checkpoint
+    is as torch's own writer makes it, without checksums.
     """
-    _write(source, _StreamingWriter(str(folder), dict(manifest)))
-
-
-def write_plain(source: WeightSource, folder: Path) -> None:
-    """Write a checkpoint as torch's own writer does, without checksums and manifest."""
-    _write(source, _OneByOne(str(folder)))
-
-
-def _write(source: WeightSource, writer: _OneByOne) -> None:
+    writer = _OneByOne(str(folder))
+    if manifest is not None:
+        writer = _StreamingWriter(str(folder), manifest)
     planner = _LazyPlanner(source)
     planner.set_up_planner(
         {

@@ -114,8 +114,10 @@ def chosen_source(source: str, field: str) -> WeightFolder:
 
 
 def _of_other_software(source: str) -> WeightFolder | None:
-    names = (name for name, each in weight_formats().items() if each.recognizes(source))
-    return next((WeightFolder(name, source, {}) for name in names), None)
+    for name, each in weight_formats().items():
+        if each.recognizes(source):
+            return WeightFolder(name, source, {})
+    return None
 
 
 def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:

@@ -128,20 +128,19 @@ def write_huggingface(
     max_shard_gb: float = MAX_SHARD_GB,
     *,
     origin: Origin = Origin(),  # noqa: B008 - it is frozen
-    share: tuple[int, int] = (0, 1),
-    finish: bool = True,
+    share: tuple[int, int] | None = None,
 ) -> None:
     """Write a folder for ``from_pretrained(folder)`` of transformers; few tensors are in memory at once.
 
     Several processes can share the work. All compute the same shards from the source and the
-    arguments; process r of n, whose ``share`` is (r, n), writes shards r, r + n, ... A file has at
-    most ``max_shard_gb`` (10^9 bytes) of values; a larger tensor gets a file of its own. Existing
-    files are overwritten.
+    arguments; process r of n, whose ``share`` is (r, n), writes shards r, r + n, ... and nothing
+    else. A file has at most ``max_shard_gb`` (10^9 bytes) of values; a larger tensor gets a file of
+    its own. Existing files are overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if finish:  # first, because the user's errors show here
+    if share is None:  # first, because the user's errors show here
         finish_huggingface(source, model, tokenizer, folder, origin, max_shard_gb)
-    rank, ranks = share
+    rank, ranks = share or (0, 1)
     renamed = HuggingFaceNames(source, model)
     shards = plan_shards(renamed, max_shard_gb, FAMILIES[model.family].stem)
     for file, names in list(shards.items())[rank::ranks]:
@@ -295,9 +294,7 @@ def _origin(job: Job) -> Origin:
 
 def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> None:
     """Write the share (rank, number of ranks) of safetensors files from a DCP checkpoint to a folder."""
-    write_huggingface(
-        _source(source, job), job.model, None, Path(target), share=share, finish=False
-    )
+    write_huggingface(_source(source, job), job.model, None, Path(target), share=share)
 
 
 def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from harness.config.model import ModelConfig
 from harness.contrib.formats.meta import interleave_rope, permute_rope, rotated_heads
 from harness.util.errors import ConfigError
 from harness.weights.config_json import family_of
-from harness.weights.dcp import DistributedSource, write_plain
+from harness.weights.dcp import DistributedSource, write_distributed
 from harness.weights.source import EMBEDDING, HEAD, Changed, TensorFacts, WeightSource
 
 INTERLEAVES = {"llama": True, "qwen3": False}
@@ -41,7 +41,7 @@ def read_torchtitan(path: str, model: ModelConfig) -> WeightSource:
 
 def write_torchtitan(source: WeightSource, model: ModelConfig, folder: Path) -> str:
     """Write a checkpoint for torchtitan; return what its user has to know."""
-    write_plain(Torchtitan(source, model), folder)
+    write_distributed(Torchtitan(source, model), folder)
     return f"torchtitan's model needs {torchtitan_arguments(model)}"
 
 

@@ -21,7 +21,7 @@ from harness.contrib.formats.torchtitan import (
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.util.errors import ConfigError
-from harness.weights.dcp import write_plain
+from harness.weights.dcp import write_distributed
 
 
 def loaded(folder, source):
@@ -36,7 +36,7 @@ def test_its_llama_computes_what_ours_does(name, tmp_path):
     config = CONFIGS[name]
     ours = meta_weights(config)  # in our order here
     source = Torchtitan(Held(ours), config)
-    write_plain(source, tmp_path)
+    write_distributed(source, tmp_path)
     assert not (tmp_path / "manifest.json").exists()
     state = loaded(tmp_path, source)
     assert {"lm_head.weight", "layers.0.attention.qkv_linear.wq.weight"} < set(state), (
@@ -51,7 +51,7 @@ def test_its_llama_computes_what_ours_does(name, tmp_path):
         # Our own rows in its rotation are another model.
         wrong = meta_logits(ours, tokens, config)
         assert (model(tokens) - wrong).abs().max() > 0.1 * wrong.abs().max()
-    write_plain(Held(state), tmp_path / "earlier")  # before 0.3.0 they had our names
+    write_distributed(Held(state), tmp_path / "earlier")  # before 0.3.0 they had our names
     for folder in (tmp_path, tmp_path / "earlier"):
         again = read_torchtitan(str(folder), config)
         assert_equal({name: again.read(name) for name in ours}, ours)
@@ -61,7 +61,7 @@ def test_a_tied_table_stands_under_both_names(tmp_path):
     config = resolve_model(dataclasses.replace(LLAMAS["llama"], tied_embeddings=True))
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
-    write_plain(source, tmp_path)
+    write_distributed(source, tmp_path)
     assert_equal(loaded(tmp_path, source)["lm_head.weight"], ours["tok_embeddings.weight"])
     again = read_torchtitan(str(tmp_path), config)
     assert_equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
