@@ -105,7 +105,7 @@ _BUILTINS = {
     "chat": DataKind(
         "harness.data.chat:Conversations",
         load="harness.data.chat_packing:load_conversations",
-        tokenizer="harness.data.chat:ConversationTokenizer.of_job",
+        tokenizer="harness.data.chat:ConversationTokenizer",
         fields=(
             *_FILES,
             "exclude",

@@ -122,7 +122,8 @@ class ConversationTokenizer(Tokenizer):
 
     bos_id = eos_id = None
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        template = template_of(data, tokenizer)
         self._tokenizer = tokenizer
         self._template = template
         self.vocab_size = 2 * tokenizer.vocab_size
@@ -130,10 +131,6 @@ class ConversationTokenizer(Tokenizer):
         self.file = tokenizer.file
         key = json.dumps([_VERSION, tokenizer.fingerprint, template.identity], sort_keys=True)
         self.fingerprint = f"chat/{hashlib.sha256(key.encode()).hexdigest()}"
-
-    @classmethod
-    def of_job(cls, data: DataConfig, tokenizer: Tokenizer) -> ConversationTokenizer:
-        return cls(tokenizer, template_of(data, tokenizer))
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]

@@ -132,9 +132,7 @@ def template_file(folder, text):
 
 def encoded(tokenizer, config, messages, tools=None):
     """The tokens of a conversation, and those that are learned in texts of adjacent ones."""
-    both = ConversationTokenizer(tokenizer, template_of(config, tokenizer)).encode(
-        json.dumps(["file", messages, tools])
-    )
+    both = ConversationTokenizer(config, tokenizer).encode(json.dumps(["file", messages, tools]))
     turns = [
         [id >> 1 for id in part]
         for is_learned, part in groupby(both, lambda id: id & 1)

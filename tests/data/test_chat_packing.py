@@ -15,7 +15,7 @@ from one_line import one_line
 
 from harness.config.data import DataConfig
 from harness.data.batch import IGNORE_INDEX, PADDING
-from harness.data.chat import ConversationTokenizer, template_of
+from harness.data.chat import ConversationTokenizer
 from harness.data.tokenizing import is_held_out
 from harness.util.errors import ConfigError, DataError
 
@@ -50,7 +50,7 @@ def files(in_temporary_folder):
 
 def tokens_of(messages):
     """Tokens, and whether the assistant wrote each; test_chat.py has the proof."""
-    tokenizer = ConversationTokenizer(BYTES, template_of(CONFIG, BYTES))
+    tokenizer = ConversationTokenizer(CONFIG, BYTES)
     both = tokenizer.encode(json.dumps(["file", messages, None]))
     return [id >> 1 for id in both], [bool(id & 1) for id in both]
 
