@@ -35,9 +35,9 @@ _PASSES = {
     "I": ("backward, inputs", "#e0a13c"),
     "W": ("backward, weights", "#c05a4f"),
 }
-# Passes of a rank's first stage have the full color; those of later stages are mixed with white up
-# to this.
-_PALEST = 0.6
+# Passes of a rank's first stage have the full color; those of later stages are less opaque, down to
+# this.
+_PALEST = 0.4
 _FEWEST_POINTS_FOR_A_NUMBER = 11.0
 _INCHES = 12.0
 _DPI = 150
@@ -81,9 +81,9 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
     fullest = max(plan.memory, key=lambda rank: rank.peak)
     tops = [0.0 for _ in ranks]
     for kind in KINDS:
-        sizes = [rank.kinds.get(kind, 0.0) / GIB for rank in plan.memory]
+        sizes = [rank.kinds[kind] / GIB for rank in plan.memory]
         if any(sizes):
-            label = f"{kind}  {gib(fullest.kinds.get(kind, 0.0))}"
+            label = f"{kind}  {gib(fullest.kinds[kind])}"
             axis.bar(
                 ranks, sizes, 0.62, bottom=tops, color=_KIND_COLORS[kind], label=label, linewidth=0
             )
@@ -111,7 +111,8 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
     # Keep a single bar narrow.
     margin = max(0, 3 - len(ranks))
     axis.set_xlim(-0.6 - margin, len(ranks) - 0.4 + margin)
-    axis.set_xticks(ranks, ["every rank"] if len(ranks) == 1 else _names(plan), fontsize=8.5)
+    names = [f"pp {rank}" for rank in ranks] if len(ranks) > 1 else ["every rank"]
+    axis.set_xticks(ranks, names, fontsize=8.5)
     _title(axis, "memory at its peak" + (", by pipeline rank" if len(ranks) > 1 else ""))
     axis.set_ylabel("GiB on each rank", fontsize=9)
     handles, labels = axis.get_legend_handles_labels()
@@ -120,47 +121,25 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
     )
 
 
-def _names(plan: Plan) -> list[str]:
-    names = []
-    for rank in plan.memory:
-        stages = (
-            ", ".join(map(str, rank.stages)) if len(rank.stages) <= 4 else f"{len(rank.stages)}"
-        )
-        names.append(
-            f"pp {rank.pp_rank}\n{'stage' if len(rank.stages) == 1 else 'stages'} {stages}"
-        )
-    return names
-
-
 def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     """Draw a Gantt chart: one row per pipeline rank, the first on top, one bar per pass with its number."""
     from matplotlib import rcParams
-    from matplotlib.colors import to_hex
     from matplotlib.patches import Patch
 
     rows = speed.timeline
     actions = list(chain.from_iterable(rows))
-    last = max((action.end for action in actions), default=0.0)
-    if last >= 1:
-        scale = 1.0
-        unit = "s"
-    elif last >= 1e-3:
-        scale = 1e3
-        unit = "ms"
-    else:
-        scale = 1e6
-        unit = "us"
-    end = max(last, speed.step_seconds) * scale
+    last = max(action.end for action in actions)
+    end = max(last, speed.step_seconds)
     axis.set_xlim(0, end)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     points_wide = _INCHES * 72 * 0.8 / end
     # Edges separate neighbours of one color, and must not hide narrow bars.
     widths = sorted(action.end - action.start for action in actions)
-    edge = min(0.5, 0.08 * widths[len(widths) // 2] * scale * points_wide)
+    edge = min(0.5, 0.08 * widths[len(widths) // 2] * points_wide)
     for place, row in enumerate(rows):
         held = sorted({action.stage for action in row})
-        bars = [(action.start * scale, (action.end - action.start) * scale) for action in row]
-        colors = [to_hex(_paler(_PASSES[each.kind][1], held.index(each.stage))) for each in row]
+        bars = [(action.start, action.end - action.start) for action in row]
+        colors = [_shade(each.kind, held.index(each.stage)) for each in row]
         axis.broken_barh(
             bars,
             (place - 0.39, 0.78),
@@ -173,8 +152,8 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
             if width * points_wide >= _FEWEST_POINTS_FOR_A_NUMBER:
                 axis.text(start + width / 2, place, f"{action.microbatch}", **small)
     axis.set_yticks(range(len(rows)), [f"pp {rank}" for rank in range(len(rows))], fontsize=8.5)
-    axis.set_xlabel(unit, fontsize=9)
-    idle = 1 - sum(widths) / (len(rows) * last) if last else 0.0
+    axis.set_xlabel("s", fontsize=9)
+    idle = 1 - sum(widths) / (len(rows) * last)
     _title(
         axis,
         f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time",
@@ -185,17 +164,13 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     ]
     chunks = max(len({action.stage for action in row}) for row in rows)
     if chunks > 1:
-        words = "second stage of the rank" if chunks == 2 else "later stages of the rank: paler"
-        handles.append(Patch(color=to_hex(_paler(_PASSES["F"][1], 1)), label=words))
+        handles.append(Patch(color=_shade("F", 1), label="later stages of the rank: paler"))
     _legend(axis, handles, [handle.get_label() for handle in handles])
 
 
-def _paler(color: str, chunk: int) -> tuple[float, float, float]:
-    from matplotlib.colors import to_rgb
-
-    share = min(chunk * 0.25, _PALEST)
-    red, green, blue = (part + (1 - part) * share for part in to_rgb(color))
-    return red, green, blue
+def _shade(kind: str, chunk: int) -> tuple[str, float]:
+    """Color and opacity of a pass of a rank's n-th stage."""
+    return _PASSES[kind][1], max(_PALEST, 1 - 0.25 * chunk)
 
 
 def _title(axis: Axes, title: str) -> None:
