@@ -13,12 +13,12 @@ from typing import Any
 from harness.compose.composer import Composed, compose_job
 from harness.compose.scale import count
 from harness.compose.verb import Result
-from harness.config.fields import NUMERICS, leaves
-from harness.config.job import Job
+from harness.config.fields import leaves
+from harness.config.job import Job, differing_numerics
 from harness.metrics.console import progress
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
-from harness.tools.plan.plan import KINDS, PARTS, Plan, Speed
+from harness.tools.plan.plan import PARTS, Plan, Speed
 from harness.tools.plan.render import as_dict, devices, figure_columns, in_short, mesh_of, part_name
 from harness.util.errors import ConfigError, UserError, as_typed
 from harness.util.tables import Column, Table, aligned_facts, to_text
@@ -140,14 +140,14 @@ def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
     Of two models only the name is listed.
     """
     first, second = ({name: value for name, _, value in leaves(job)} for job in (a, b))
-    roles = {name: role for job in (b, a) for name, role, _ in leaves(job)}
+    numerics = differing_numerics(a, b)
     found = []
     for name in first | second:
         x = first.get(name)
         y = second.get(name)
         is_of_other_model = name.startswith("model.") and a.model.name != b.model.name
         if x != y and name != "name" and (name == "model.name" or not is_of_other_model):
-            found.append((name, roles[name] == NUMERICS, x, y))
+            found.append((name, name in numerics, x, y))
     return found
 
 
@@ -159,8 +159,8 @@ def cost_changes(a: Speed, b: Speed) -> dict[str, float]:
     slower = a.tokens_per_second_per_rank / b.tokens_per_second_per_rank
     changes = {}
     for part in PARTS:
-        before = a.parts.get(part, 0.0) / a.step_seconds
-        changes[part] = slower * b.parts.get(part, 0.0) / b.step_seconds - before
+        before = a.parts[part] / a.step_seconds
+        changes[part] = slower * b.parts[part] / b.step_seconds - before
     return changes
 
 
@@ -190,7 +190,7 @@ def render_differences(a: Plan, b: Plan) -> str:
         changes = cost_changes(a.speed, b.speed)
         parts = list[tuple[str, ...]]()
         for part, change in changes.items():
-            x, y = (speed.parts.get(part, 0.0) for speed in (a.speed, b.speed))
+            x, y = (speed.parts[part] for speed in (a.speed, b.speed))
             if max(x, y) > NEGLIGIBLE * a.speed.step_seconds:
                 parts.append((part_name(part), seconds(x), seconds(y), f"{change:+.1%}"))
         steps = [seconds(speed.step_seconds) for speed in (a.speed, b.speed)]
@@ -221,11 +221,10 @@ def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
 def _bytes_of(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes of each kind on the fullest rank and their sum, ``peak``; and what the busiest rank sends."""
     fullest = max(plan.memory, key=lambda rank: rank.peak)
-    kinds = {kind: fullest.kinds.get(kind, 0.0) for kind in KINDS}
     sent: dict[str, float] = defaultdict(float)
     for line in plan.traffic:
         sent[f"{line.axis} {line.collective}"] += line.bytes
-    return {**kinds, "peak": fullest.peak}, sent
+    return {**fullest.kinds, "peak": fullest.peak}, sent
 
 
 def _table(
@@ -247,10 +246,13 @@ def _sizes(title: str, heading: str, a: dict[str, float], b: dict[str, float]) -
         if abs(change) <= NEGLIGIBLE * max(before, after):
             change = 0.0
         if before or after:
-            cells = [f"-{gib(-size)}" if size < 0 else gib(size) for size in (before, after)]
             sign = "+" if change > 0 else ""
-            rows.append((name, *cells, sign + (f"-{gib(-change)}" if change < 0 else gib(change))))
+            rows.append((name, *map(_signed, (before, after)), sign + _signed(change)))
     return f"{title}\n" + _table((heading, "A", "B", "B - A"), rows)
+
+
+def _signed(size: float) -> str:
+    return f"-{gib(-size)}" if size < 0 else gib(size)
 
 
 def _totals(a: Plan, b: Plan) -> str:

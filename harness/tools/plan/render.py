@@ -49,7 +49,7 @@ def render(plan: Plan) -> str:
         facts = [
             (f"  {part_name(part)}", f"{seconds(parts[part]):>8}  {parts[part] / total:>6.1%}")
             for part in PARTS
-            if parts.get(part, 0.0) > 0
+            if parts[part] > 0
         ]
         blocks.append(f"a step, predicted: {seconds(total)}\n{aligned_facts(facts)}")
     if plan.phases:
@@ -239,10 +239,10 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 def _memory(plan: Plan) -> Table:
     """The kinds that some rank has; one row for neighbouring pipeline ranks that look the same."""
-    kinds = [kind for kind in KINDS if any(rank.kinds.get(kind, 0) > 0 for rank in plan.memory)]
+    kinds = [kind for kind in KINDS if any(rank.kinds[kind] > 0 for rank in plan.memory)]
 
     def shown(rank: RankMemory) -> tuple[object, ...]:
-        return len(rank.stages), *(gib(rank.kinds.get(kind, 0)) for kind in kinds), gib(rank.peak)
+        return len(rank.stages), *(gib(rank.kinds[kind]) for kind in kinds), gib(rank.peak)
 
     rows = []
     for _, group in groupby(plan.memory, key=shown):
@@ -254,9 +254,7 @@ def _memory(plan: Plan) -> Table:
         where = {"ranks": "all"}
         if len(plan.memory) > 1:
             where = {"ranks": f"pp {_span(first.pp_rank, last)}", "stages": ", ".join(spans)}
-        rows.append(
-            {**where, **{kind: first.kinds.get(kind, 0.0) for kind in kinds}, "peak": first.peak}
-        )
+        rows.append({**where, **{kind: first.kinds[kind] for kind in kinds}, "peak": first.peak})
     columns = [
         *(Column(name, name) for name in ("ranks", "stages")),
         *(Column(k, k, gib) for k in kinds),

@@ -39,7 +39,6 @@ from harness.util.hardware import ACCELERATORS
 from harness.util.words import gib, plural
 
 MOST_LAYOUTS = 20_000
-MOST_POINTS = 1_000_000
 """Limit of a search: a few minutes."""
 
 
@@ -183,7 +182,10 @@ class Search:
         space = self.space
         layouts = list(islice(space.layouts(), MOST_LAYOUTS + 1))
         if len(layouts) > MOST_LAYOUTS:
-            raise _too_many(space, f"{MOST_LAYOUTS:,} layouts")
+            raise UserError(
+                f"cluster.ranks={space.world}: a search of more than {MOST_LAYOUTS:,} layouts takes too "
+                "long; would work: fewer ranks, or fixed degrees such as parallelism.tp=8"
+            )
         if not layouts:
             axes = ", ".join(
                 sorted(name for name in space.typed if name.startswith("parallelism."))
@@ -194,17 +196,13 @@ class Search:
             )
         self.layouts = len(layouts)
         groups = list[list[LayoutPoint]]()
-        legal = 0
         for layout in layouts:
             for group in space.groups(*layout):
                 self.points += len(group)
                 if error := self._broken(group):
                     self._count_illegal(error, len(group))
-                    continue
-                groups.append(group)
-                legal += len(group)
-            if legal > MOST_POINTS:
-                raise _too_many(space, f"{MOST_POINTS:,} ways to run {space.world} ranks")
+                else:
+                    groups.append(group)
         return groups
 
     def _broken(self, group: Sequence[LayoutPoint]) -> ConfigError | None:
@@ -327,13 +325,6 @@ class Search:
                 return None
             memories.append(memory)
         return memories
-
-
-def _too_many(space: Space, what: str) -> UserError:
-    return UserError(
-        f"cluster.ranks={space.world}: a search of more than {what} takes too long; would work: fewer ranks, "
-        "or fixed degrees such as parallelism.tp=8"
-    )
 
 
 Parts = Counter[Any]
