@@ -61,7 +61,12 @@ def main() -> NoReturn:
         sys.stderr.write(f"error: {failed}\n")
         _record(run_dir, failed, "user", 2)
     try:
-        _check_code(options.code)
+        found = Path(__file__).resolve().parents[2]
+        if options.code is not None and found != Path(options.code).resolve():
+            raise WrongCode(
+                f"the job was submitted with the code in {options.code}, which is not there any more; "
+                f"Python imported the harness from {found}; would work: submit the job again"
+            )
         from harness.launch.slurm_attempt import run_and_leave
     except WrongCode as error:
         sys.stderr.write(f"error: {error}\n")
@@ -111,15 +116,6 @@ class SetupFailed(Exception):
 
 class WrongCode(Exception):
     """The imported harness is not the one that the job was submitted with."""
-
-
-def _check_code(wanted: str | None) -> None:
-    found = Path(__file__).resolve().parents[2]
-    if wanted is not None and found != Path(wanted).resolve():
-        raise WrongCode(
-            f"the job was submitted with the code in {wanted}, which is not there any more; Python imported "
-            f"the harness from {found}; would work: submit the job again"
-        )
 
 
 def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:

@@ -154,7 +154,9 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     if code not in STOPPED or state not in _KEPT or allocation.state() not in _KEPT:
         return code  # SLURM is taking the nodes, and decides whether to requeue the job
     if not _has_progress(folder):
-        folder.errors.record(None, NoProgress())
+        rule = "stopped by SLURM before its first step was done, twice in a row"
+        works = "a longer cluster.time, a smaller cluster.signal_seconds"
+        folder.errors.record(None, NoProgress(f"{rule}; would work: {works}"))
         return finish_run(job, folder, NoProgress.exit_code)
     return _requeue(job, folder, allocation)
 
@@ -276,12 +278,6 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
 
 class NoProgress(MachineError):
     kind = "preempted"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "stopped by SLURM before its first step was done, twice in a row; would work: a longer "
-            "cluster.time, a smaller cluster.signal_seconds"
-        )
 
 
 class StepFailed(MachineError):

@@ -172,12 +172,25 @@ class Engine:
             # With multi-token prediction every other loss is that of the token after the next.
             all_losses = [*losses, *self.sources.losses(batch, row_losses[:: len(losses)])]
         if not self._gradients_checked:
-            self._check_gradients()
+            # After the first backward pass of the process: every parameter has a gradient.
+            lost = [
+                name
+                for name, parameter in self.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ]
+            if lost:
+                raise LostGradientError(lost)
+            self._gradients_checked = True
         with annotated("gradient_norm"):
             squares = self._squares()
             own = all_losses if self.has_loss else [0.0] * len(all_losses)
             sums = self.world_total([squares.sum(), *own])
-        return sums, self._loss_of_sequences(losses[0]), squares
+        loss = losses[0]
+        if self.job.parallelism.cp > 1 and self.has_loss:
+            loss = loss.double()
+            with annotated("cp.all_reduce"):
+                dist.all_reduce(loss, group=self.mesh.group("cp"))
+        return sums, loss, squares
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         specs = tensors(self.job.model)
@@ -319,25 +332,6 @@ class Engine:
     def _squares(self) -> Tensor:
         reduce_partial_gradients(self.parameters)
         return local_squares(self.parameters, self.mesh, self.device)
-
-    def _check_gradients(self) -> None:
-        """Check, after the first backward pass of the process, that every parameter has a gradient."""
-        lost = [
-            name
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
-        ]
-        if lost:
-            raise LostGradientError(lost)
-        self._gradients_checked = True
-
-    def _loss_of_sequences(self, loss: Tensor) -> Tensor:
-        if self.job.parallelism.cp == 1 or not self.has_loss:
-            return loss
-        loss = loss.double()
-        with annotated("cp.all_reduce"):
-            dist.all_reduce(loss, group=self.mesh.group("cp"))
-        return loss
 
     def _scale_weights(self) -> None:
         """Compute the scales of weights that are gathered in float8, once after each change.

@@ -189,7 +189,14 @@ def process_group(
     Args:
         store: rendezvous store; None: the one of torchrun's variables.
     """
-    _check_interface()
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
+    names = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in (wanted or "").split(",") if name and name not in names]
+    if missing:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={wanted}: {socket.gethostname()} has no network interface {missing[0]}; "
+            f"would work: {', '.join(names)}"
+        )
     alone = job.world_size == 1
     with loopback_if_all_ranks_are_here(job):
         if alone:
@@ -218,17 +225,6 @@ def process_group(
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
-
-
-def _check_interface() -> None:
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
-    names = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in (wanted or "").split(",") if name and name not in names]
-    if missing:
-        raise UserError(
-            f"GLOO_SOCKET_IFNAME={wanted}: {socket.gethostname()} has no network interface {missing[0]}; "
-            f"would work: {', '.join(names)}"
-        )
 
 
 def set_timeouts(seconds: int) -> None:

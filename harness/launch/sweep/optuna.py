@@ -119,7 +119,18 @@ def run_study(
         record = StudyRecord(settings.objective, direction, shared, list(overrides))
         folder = SweepFolder(_folder(composer, space.fixed))
         with folder.controlled():
-            _start_record(folder, record)
+            earlier = StudyRecord.read(folder.path)
+            # A study continues only with the same objective and shared overrides.
+            if earlier is not None and not earlier.is_same(record):
+                if folder.points():
+                    now = {record.describe(), *record.shared}
+                    then = {earlier.describe(), *earlier.shared}
+                    raise UserError(
+                        f"{folder.path}: has points of another study, which differs in "
+                        f"{', '.join(sorted(now ^ then))}; would work: another name=NAME"
+                    )
+                (folder.path / STORE).unlink(missing_ok=True)
+            record.write(folder.path)
 
             def composed(point: list[str]) -> Composed:
                 [found] = with_effect([composer.point_of_sweep(point)])
@@ -144,21 +155,6 @@ def _folder(composer: Composer, fixed: list[str]) -> Path:
     check_rules(job)
     job.validate_folder()
     return Path(job.runs_dir) / job.name
-
-
-def _start_record(folder: SweepFolder, record: StudyRecord) -> None:
-    """Write the record; a study continues only with the same objective and shared overrides."""
-    earlier = StudyRecord.read(folder.path)
-    if earlier is not None and not earlier.is_same(record):
-        if folder.points():
-            now = {record.describe(), *record.shared}
-            then = {earlier.describe(), *earlier.shared}
-            raise UserError(
-                f"{folder.path}: has points of another study, which differs in "
-                f"{', '.join(sorted(now ^ then))}; would work: another name=NAME"
-            )
-        (folder.path / STORE).unlink(missing_ok=True)
-    record.write(folder.path)
 
 
 @dataclass
