@@ -1,6 +1,9 @@
 """The results of rehearsing one rank (no torch)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import Any
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -124,3 +127,15 @@ class RankFigures:
     def product_flops(self) -> float:
         """FLOPs of the products."""
         return sum(product.flops for product in self.products)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> RankFigures:
+        """Build from the output of ``dataclasses.asdict``."""
+        figures = cls(**plain)
+        figures.products = [Product(**product) for product in plain["products"]]
+        figures.collectives = [CollectiveCount(**count) for count in plain["collectives"]]
+        figures.waits = [Wait(**wait) for wait in plain["waits"]]
+        figures.copies = [Copy(**copy) for copy in plain["copies"]]
+        if plain["failure"] is not None:
+            figures.failure = RehearsalFailure(**plain["failure"])
+        return figures

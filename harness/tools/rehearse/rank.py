@@ -1,10 +1,10 @@
 """A rank of a rehearsal: ``python -m harness.tools.rehearse.rank``, with the stand-in library loaded."""
 
+import dataclasses
 import functools
 import itertools
 import json
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -44,7 +44,7 @@ def main(result: Path) -> None:
     import harness.tools.rehearse.substitutes  # noqa: F401
 
     figures = rehearse(job, **request)
-    result.write_bytes(pickle.dumps(figures))
+    result.write_text(json.dumps(dataclasses.asdict(figures)))
     sys.stdout.flush()
     sys.stderr.flush()
     # Skip the destructors of communicators.
