@@ -334,7 +334,11 @@ def _generate_batch(
                 open_rows.remove(row)
         if left == most - 1:
             prefilled = time.perf_counter()
-        if not left or _all_ended(not open_rows, model):
+        running = torch.tensor(len(open_rows))
+        if left and model.job.parallelism.dp_shard > 1:
+            # Ranks that share weights make every pass together.
+            dist.all_reduce(running, group=model.ranks.group)
+        if not left or not running:
             break
         new = ahead or passes.next()
     outcome.prefill_seconds += prefilled - started
@@ -345,12 +349,3 @@ def _generate_batch(
         if stream.is_stopped:  # perhaps by characters that were complete only now
             text.ended_by = STOP
     return texts
-
-
-def _all_ended(ended: bool, model: InferenceModel) -> bool:
-    """Whether the sequences of all ranks that share weights have ended: they make every pass together."""
-    if model.job.parallelism.dp_shard == 1:
-        return ended
-    running = torch.tensor(int(not ended))
-    dist.all_reduce(running, group=model.ranks.group)
-    return running.item() == 0

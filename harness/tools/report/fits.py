@@ -215,31 +215,27 @@ def _law(runs: Sequence[Row]) -> tuple[Fit | None, list[str]]:
         )
         return None, words
     made = fit(law, variables, [run["loss"] for run in runs])
-    return made, [*words, *_law_in_words(made)]
-
-
-def _law_in_words(made: Fit) -> list[str]:
-    estimates = {name: made.estimate(name) for name in made.law.parameters}
+    estimates = {name: made.estimate(name) for name in law.parameters}
     values = ", ".join(f"{name} = {in_words(each)}" for name, each in estimates.items())
-    words = [f"`{made.law.formula}`: {values}; residuals {made.rms:.2%} (root mean square)."]
+    words.append(f"`{law.formula}`: {values}; residuals {made.rms:.2%} (root mean square).")
     unsure = [
         name
         for name, each in estimates.items()
-        if not each.is_within(SURE_OF_COEFFICIENT if name in made.law.coefficients else SURE)
+        if not each.is_within(SURE_OF_COEFFICIENT if name in law.coefficients else SURE)
     ]
     if unsure:
         words.append(
             f"The data do not determine {', '.join(unsure)}: the {LEVEL:.0%} interval spans more than a "
             f"factor {SURE:g} (coefficients: {SURE_OF_COEFFICIENT:g}). More runs, or larger ones, narrow it."
         )
-    if made.law is CHINCHILLA:
+    if law is CHINCHILLA:
         *_, alpha, beta = made.replicates.T
         value = made.values["beta"] / (made.values["alpha"] + made.values["beta"])
         best = Interval.of(value, beta / (alpha + beta))
         words.append(
             f"The compute-optimal size grows as C^a, a = beta / (alpha + beta) = {in_words(best)}."
         )
-    return words
+    return made, words
 
 
 def in_words(estimate: Interval, form: str = ".4g") -> str:
