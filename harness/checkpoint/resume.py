@@ -27,6 +27,8 @@ from harness.util.words import plural
 CONTINUES = "continues.json"
 # Number of newest checkpoints to try before giving up with an error.
 FALLBACKS = 5
+# Number of newest runs of the same name in which a note looks for one to go on from.
+_SIBLINGS = 20
 # Fields that determine the length of the learning-rate curve.
 CURVE_FIELDS = ("training.steps", "schedule.total_steps")
 # Mappings among the numerics: their keys are compared, too.
@@ -123,32 +125,37 @@ def written_by(job: Job, checkpoint: Checkpoint) -> bool:
 
 
 def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
-    """A note on the last run of the same name, if the user may have meant to resume it.
+    """A note on a run of the same name that the user may have meant to resume.
 
     A changed numerics field makes a new run, which starts at step 0; users may not expect that.
-    Noted is a run that stopped early, or that differs in training.steps only.
+    Noted is the last run if it stopped early, or a run that differs in training.steps only.
     """
-    others = [path for path in run_folders(run_dir.parent, levels=1) if path != run_dir]
-    if not others:
-        return []
-    path = max(others, key=lambda folder: (folder / "job.json").stat().st_mtime)
-    newest = _newest(str(path / "checkpoints"))
-    if newest is None:
-        return []
-    names = differing(job, newest)
-    steps = _saved(newest).get("training.steps", 0)
-    was_stopped = newest.step < steps
-    is_extended = set(names) <= {"training.steps"} and newest.step < job.steps
-    if (not names and steps == job.steps) or not (is_extended or was_stopped):
-        return []
-    how = "stopped" if was_stopped else "ended"
-    what = _describe(job, newest, names) or f"training.steps={steps} there and {job.steps} here"
-    allowed = f" checkpoint.allow_changed=[{','.join(names)}]" if names else ""
-    load = f"checkpoint.initial_load_path={path} checkpoint.initial_load_model_only=false"
-    return [
-        f"this is a new run: {path} {how} after step {newest.step} with {what}",
-        f"to go on from it: {load}{allowed}",
+    others = [
+        path
+        for path in run_folders(run_dir.parent, levels=1)
+        if path != run_dir and (path / "checkpoints").is_dir()
     ]
+    others.sort(key=lambda folder: (folder / "job.json").stat().st_mtime, reverse=True)
+    for path in others[:_SIBLINGS]:
+        newest = _newest(str(path / "checkpoints"))
+        if newest is None:
+            continue
+        names = differing(job, newest)
+        steps = _saved(newest).get("training.steps", 0)
+        was_stopped = newest.step < steps
+        is_extended = set(names) <= {"training.steps"} and newest.step < job.steps
+        is_other = names or steps != job.steps
+        if is_other and (is_extended or (was_stopped and path == others[0])):
+            how = "stopped" if was_stopped else "ended"
+            what = _describe(job, newest, names)
+            what = what or f"training.steps={steps} there and {job.steps} here"
+            allowed = f" checkpoint.allow_changed=[{','.join(names)}]" if names else ""
+            load = f"checkpoint.initial_load_path={path} checkpoint.initial_load_model_only=false"
+            return [
+                f"this is a new run: {path} {how} after step {newest.step} with {what}",
+                f"to go on from it: {load}{allowed}",
+            ]
+    return []
 
 
 def no_usable_error(folder: str, reasons: list[str]) -> UserError:
