@@ -79,7 +79,7 @@ def kinds_of_change(job: Job) -> Iterator[list[Change]]:
     if layout.pp > 1:
         yield [(f"parallelism.pp_microbatch_size={size}",) for size in reversed(smaller)]
     else:
-        yield [_batch(job, layout.data_parallel, size) for size in reversed(smaller)]
+        yield [_with_degrees(job, {}, size) for size in reversed(smaller)]
     for axis in ("dp_shard", "tp", "cp", "pp"):
         yield [change for factor in FACTORS if (change := _moved(job, axis, factor))]
     if job.model.moe.enabled:
@@ -106,11 +106,16 @@ def multiply_ranks(cluster: ClusterConfig, world: int, factor: int) -> Change | 
     return (f"cluster.ranks={ranks}", *more)
 
 
-def _batch(job: Job, replicas: int, local: int | None = None) -> Change:
-    """The global batch as before, in passes of at most ``local`` sequences; a pipeline gets all in one."""
-    share = job.global_batch_size // replicas
-    size = share if local is None else gcd(local, share)
+def _with_degrees(job: Job, moved: dict[str, int], local: int) -> Change:
+    """Change degrees. The global batch is as before, in passes of at most ``local`` sequences.
+
+    A pipeline gets all of them in one.
+    """
+    after = job.parallelism.degrees | moved
+    share = job.global_batch_size // (after["dp_replicate"] * after["dp_shard"])
+    size = share if after["pp"] > 1 else gcd(local, share)
     return (
+        *(f"parallelism.{name}={after[name]}" for name in after if name in moved),
         f"training.global_batch_size={job.global_batch_size}",
         f"training.local_batch_size={size}",
     )
@@ -129,12 +134,8 @@ def _moved(job: Job, axis: str, factor: int) -> Change | None:
         return None
     if axis == "cp" and job.training.seq_len < more * LEAST_CONTEXT:
         return None
-    after = degrees | {axis: more, givers[0]: degrees[givers[0]] // factor}
-    changed = [
-        f"parallelism.{name}={degree}" for name, degree in after.items() if degree != degrees[name]
-    ]
-    local = None if after["pp"] > 1 else job.local_batch_size
-    return (*changed, *_batch(job, after["dp_replicate"] * after["dp_shard"], local))
+    moved = {axis: more, givers[0]: degrees[givers[0]] // factor}
+    return _with_degrees(job, moved, job.local_batch_size)
 
 
 def _on_more_devices(job: Job, factor: int) -> Change | None:
@@ -143,9 +144,8 @@ def _on_more_devices(job: Job, factor: int) -> Change | None:
     more = multiply_ranks(job.cluster, job.world_size, factor)
     if more is None or job.global_batch_size % (layout.data_parallel * factor):
         return None
-    local = None if layout.pp > 1 else job.local_batch_size
-    batch = _batch(job, layout.data_parallel * factor, local)
-    return (f"parallelism.dp_shard={layout.dp_shard * factor}", *more, *batch)
+    moved = {"dp_shard": layout.dp_shard * factor}
+    return (*_with_degrees(job, moved, job.local_batch_size), *more)
 
 
 def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
