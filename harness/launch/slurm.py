@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.config.cluster import ClusterConfig
 from harness.config.job import Job
 from harness.launch.queue import NoSlurm, partition_minutes, require_slurm, submit_script
 from harness.launch.state import SlurmJobRecord
@@ -78,29 +77,23 @@ def shape_of(job: Job) -> Shape:
             options["gres"] = f"gpu:{gpus}"
         else:
             options["gpus-per-node"] = gpus
+    exports = {} if config.ib_hca is None else {"NCCL_IB_HCA": config.ib_hca}
+    if config.socket_ifname is not None:
+        # Without the equals sign NCCL treats a name as a prefix; gloo does not.
+        exports["NCCL_SOCKET_IFNAME"] = f"={config.socket_ifname}"
+        exports["GLOO_SOCKET_IFNAME"] = config.socket_ifname
+    # cluster.env overrides the variables that are derived from other fields.
+    exports |= config.env
     options["requeue" if config.max_requeues else "no-requeue"] = True
     options.update(config.sbatch)
     return Shape(
         nodes,
         ranks_per_node,
         tuple(sorted((name, value) for name, value in options.items() if value is not None)),
-        tuple(
-            f"export {name}={shlex.quote(str(value))}"
-            for name, value in _environment(config).items()
-        ),
+        tuple(f"export {name}={shlex.quote(str(value))}" for name, value in exports.items()),
         tuple(config.setup),
         config.snapshot,
     )
-
-
-def _environment(config: ClusterConfig) -> dict[str, Any]:
-    """Return a job's environment variables; ``cluster.env`` overrides those derived from other fields."""
-    network = {} if config.ib_hca is None else {"NCCL_IB_HCA": config.ib_hca}
-    if config.socket_ifname is not None:
-        # Without the equals sign NCCL treats a name as a prefix; gloo does not.
-        network["NCCL_SOCKET_IFNAME"] = f"={config.socket_ifname}"
-        network["GLOO_SOCKET_IFNAME"] = config.socket_ifname
-    return {**network, **config.env}
 
 
 def device_hours(job: Job) -> float | None:
