@@ -7,6 +7,7 @@ part of a token sequence (``tokens.Tokens``).
 import struct
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,18 @@ _LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _MOST_CHECKED = 1 << 24  # entries at the beginning of an index; more would delay the start
 _SAMPLE = 1 << 15  # bytes at the beginning of a file that show how many bytes an id has
 _FEWEST = 8  # ids other than 0 in them; fewer show nothing
+_MOST_MAPPED = 1 << 14  # arrays; Linux allows 65,530 maps of a process
 _WIDTHS = {8: "int64", 4: "uint32", 2: "uint16"}
+
+
+def _array(file: Path, dtype: str, skip: int, count: int) -> Callable[[], np.ndarray]:
+    """Numbers in a file, which is mapped when they are needed."""
+    return partial(_map, str(file), dtype, skip, count, file.stat().st_mtime_ns)
+
+
+@lru_cache(_MOST_MAPPED)
+def _map(name: str, dtype: str, skip: int, count: int, modified: int) -> np.ndarray:
+    return map_file(name, dtype, skip, count)
 
 
 class TokenFile:
@@ -62,10 +74,10 @@ class TokenFile:
         if size != self.num_tokens * itemsize:
             expected = f"{self.num_tokens} tokens of {dtype} after a header of {skip} bytes"
             _refuse(file, f"has {size + skip} bytes, which are not {expected}")
-        self._tokens = map_file(self.name, dtype, skip, self.num_tokens)
+        self._tokens = _array(file, dtype, skip, self.num_tokens)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        return self._tokens[begin:end].astype(np.int64)
+        return self._tokens()[begin:end].astype(np.int64)
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
         # bisect instead of numpy: arrays may not be aligned, and numpy would copy all of them.
@@ -152,11 +164,11 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     if size % 8:
         _refuse(index, f"has {size} bytes, which are no complete offsets of 8 bytes")
     # Read as int64: values from 2**63 would be negative.
-    ends = map_file(str(index), "<i8", 0, size // 8)
-    checked = ends[:_MOST_CHECKED]
+    ends = _array(index, "<i8", 0, size // 8)
+    checked = ends()[:_MOST_CHECKED]
     if np.any(checked[:1] < 0) or np.any(np.diff(checked) < 0):
         _refuse(index, "the documents' ends are not ascending")
-    num_tokens = int(ends[-1]) if len(ends) else 0
+    num_tokens = int(ends()[-1]) if size else 0
     if dtype is None:
         # 2 or 4 bytes for a token follow from the number of tokens.
         dtype = "uint32" if size_of(file) == 4 * num_tokens else "uint16"
@@ -164,9 +176,9 @@ def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
         file,
         dtype,
         num_tokens=num_tokens,
-        num_documents=len(ends),
+        num_documents=size // 8,
         # A document starts where another ends.
-        start=lambda number: np.where(number > 0, ends[number - 1], 0),
+        start=lambda number: np.where(number > 0, ends()[number - 1], 0),
     )
 
 
@@ -208,8 +220,10 @@ def open_megatron(file: Path) -> TokenFile:
         counts = f"{sequences} sequences and {documents} document boundaries"
         _refuse(index, f"has {size_of(index)} bytes, which are not {counts}")
     lengths = map_file(str(index), "<i4", begin, sequences)
-    pointers = map_file(str(index), "<i8", begin + 4 * sequences, sequences)
-    firsts = map_file(str(index), "<i8", begin + 12 * sequences, documents)
+    all_pointers = _array(index, "<i8", begin + 4 * sequences, sequences)
+    all_firsts = _array(index, "<i8", begin + 12 * sequences, documents)
+    pointers = all_pointers()
+    firsts = all_firsts()
     dtype = _MEGATRON_DTYPES[code]
     itemsize = np.dtype(dtype).itemsize
     if firsts[0] != 0 or firsts[-1] != sequences:
@@ -223,8 +237,8 @@ def open_megatron(file: Path) -> TokenFile:
     num_tokens = int(pointers[-1]) // itemsize + int(lengths[-1]) if sequences else 0
 
     def start(document: Any) -> Any:
-        sequence = firsts[document]  # empty documents at the end have no sequence
-        known = pointers[np.minimum(sequence, sequences - 1)] // itemsize
+        sequence = all_firsts()[document]  # empty documents at the end have no sequence
+        known = all_pointers()[np.minimum(sequence, sequences - 1)] // itemsize
         return np.where(sequence < sequences, known, num_tokens)
 
     count = documents - 1 if sequences else 0
