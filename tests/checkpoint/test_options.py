@@ -354,6 +354,7 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path, fini
 
 def test_notes_say_how_to_go_on_from_an_earlier_run(tmp_path, finished, capsys):
     first = finished(tmp_path)
+    start(tmp_path, "optimizer.lr=0.02", EVERY_4)  # another job, and newer
     assert start(tmp_path, "training.steps=10", PLAIN).start_step == 0
     said = capsys.readouterr().out
     assert f"{first.path} ended after step 8 with training.steps=8 there and 10 here\n" in said

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from equal import assert_equal
@@ -16,6 +17,8 @@ from processes import PATIENCE, is_alive, until, workers_of_this_process
 
 from harness.config.data import DataConfig
 from harness.data.prefetch import Prefetcher
+from harness.data.read_ahead import ReaderPool
+from harness.data.stream_reader import RowReader, TokenizedDocument
 from harness.util.errors import DataError, MachineError
 
 # The library starts them, which tests/uses.py does not see.
@@ -74,6 +77,23 @@ def test_they_have_no_torch_and_no_signal_stops_them():
     os.kill(process, signal.SIGKILL)
     with one_line(MachineError, r"row \d of 4: a process that reads ahead was killed by SIGKILL, "):
         batches_of(ahead, 10_000)
+
+
+class WaitingReader(RowReader):
+    """Reads a document when the rows 0 and 1 have been opened."""
+
+    def read(self, position):
+        Path(f"{self.row}.opened").touch()
+        until(lambda: len(list(Path().glob("*.opened"))) == 2, 60)
+        yield TokenizedDocument(position, np.zeros(9))
+
+
+def test_rows_are_opened_at_the_same_time():
+    readers = {row: WaitingReader(None, None, row, 2, "text", "x", 0, None) for row in range(2)}
+    pool = ReaderPool(readers, 2, chunk_tokens=1)
+    rows = [pool.reader(row).read({}) for row in range(2)]
+    assert len(next(rows[0]).tokens) == 9
+    pool.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
