@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.contrib.flux.config import (
-    FluxConfig,
-    block_modules,
-    flux_of,
-    is_double,
-    modules,
-    rows_of,
-)
+from harness.contrib.flux.config import FluxConfig, flux_of
 from harness.model.accounting import Accounting
 from harness.model.architecture import Architecture, changed
+from harness.model.spec import ONES, ZEROS, Init, ModuleSpec, Split, TensorSpec, tensors
 from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.config.model import ModelConfig
     from harness.contrib.flux.model import Flux
-    from harness.model.spec import ModuleSpec
 
 _DECODERS = (
     "activation",
@@ -121,10 +115,34 @@ class FluxArchitecture(Architecture):
                 raise ConfigError(name, value, rule, shown)
 
     def modules(self, model: ModelConfig) -> Iterator[ModuleSpec]:
-        return modules(model)
+        flux = flux_of(model)
+        dim = model.dim
+        yield _linear("img_in", dim, flux.token_width, Split.ENTRY)
+        yield _linear("txt_in", dim, flux.context_dim, Split.ENTRY)
+        embedded = {"time_in": flux.time_dim, "vector_in": flux.pooled_dim}
+        if flux.guidance:
+            embedded["guidance_in"] = flux.time_dim
+        for name, width in embedded.items():
+            yield _linear(f"{name}.w1", dim, width, Split.REPLICATED)
+            yield _linear(f"{name}.w2", dim, dim, Split.REPLICATED)
+        for layer in range(model.n_layers):
+            yield from self.block_modules(model, layer)
+        yield _modulation("final_mod", 2, model)
+        yield _linear("output", flux.token_width, dim, Split.OUTPUT, zero=flux.zero_init)
 
     def block_modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-        return block_modules(model, layer)
+        prefix = f"layers.{layer}."
+        if not is_double(model, layer):
+            yield _modulation(f"{prefix}mod", 3, model)
+            yield from _attention(f"{prefix}attn", model)
+            # One linear takes the results of both; it is stored as two, because tensor parallel splits
+            # each.
+            yield from _feed_forward(f"{prefix}mlp", model, output_bias=False)
+            return
+        for stream in ("img", "txt"):
+            yield _modulation(f"{prefix}{stream}_mod", 6, model)
+            yield from _attention(f"{prefix}{stream}_attn", model)
+            yield from _feed_forward(f"{prefix}{stream}_mlp", model)
 
     def fsdp_groups(self, model: ModelConfig, experts_apart: bool) -> dict[str, str]:
         # A group for every block; all else is small and stays in the root's.
@@ -141,11 +159,10 @@ class FluxArchitecture(Architecture):
         """
         parameters = 0
         products = 0.0
-        for module in modules(model):
-            for tensor in module.tensors:
-                parameters += tensor.size
-                if tensor.is_matrix:
-                    products += tensor.size * rows_of(model, tensor, seq_len)
+        for tensor in tensors(model).values():
+            parameters += tensor.size
+            if tensor.is_matrix:
+                products += tensor.size * rows_of(model, tensor, seq_len)
         attention = model.n_layers * 2.0 * 2 * model.dim * seq_len**2
         flops = (6.0 * products + 3 * attention) / seq_len
         return Accounting(parameters, parameters, flops, flops)
@@ -157,3 +174,54 @@ class FluxArchitecture(Architecture):
         from harness.contrib.flux.model import Flux
 
         return Flux(job.model, job.training.seq_len)
+
+
+def _attention(prefix: str, model: ModelConfig) -> Iterator[ModuleSpec]:
+    width = model.n_heads * model.head_width
+    yield ModuleSpec(prefix, Split.REGION)
+    for name in ("wq", "wk", "wv"):
+        yield _linear(f"{prefix}.{name}", width, model.dim, Split.COLUMN)
+    yield _linear(f"{prefix}.wo", model.dim, width, Split.ROW)
+    for name in (f"{prefix}.q_norm", f"{prefix}.k_norm"):
+        weight = TensorSpec(f"{name}.weight", name, (model.head_width,), Split.HEAD_NORM, ONES)
+        yield ModuleSpec(name, Split.HEAD_NORM, (weight,))
+
+
+def _feed_forward(
+    prefix: str, model: ModelConfig, *, output_bias: bool = True
+) -> Iterator[ModuleSpec]:
+    yield ModuleSpec(prefix, Split.REGION)
+    yield _linear(f"{prefix}.w1", model.ffn_hidden_dim, model.dim, Split.COLUMN)
+    yield _linear(f"{prefix}.w2", model.dim, model.ffn_hidden_dim, Split.ROW, bias=output_bias)
+
+
+def _modulation(name: str, vectors: int, model: ModelConfig) -> ModuleSpec:
+    return _linear(
+        name, vectors * model.dim, model.dim, Split.MODULATION, zero=flux_of(model).zero_init
+    )
+
+
+def _linear(
+    name: str, outputs: int, inputs: int, split: Split, *, zero: bool = False, bias: bool = True
+) -> ModuleSpec:
+    """A linear whose initial values are 0, or normal with Glorot's standard deviation."""
+    init = ZEROS if zero else Init(math.sqrt(2 / (inputs + outputs)))
+    weight = TensorSpec(f"{name}.weight", name, (outputs, inputs), split, init, is_matrix=True)
+    of_bias = TensorSpec(f"{name}.bias", name, (outputs,), split, ZEROS)
+    return ModuleSpec(name, split, (weight, of_bias) if bias else (weight,))
+
+
+def rows_of(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> int:
+    """Rows of one sample that a matrix multiplies: tokens of one stream or both, or one for the sample."""
+    if tensor.split in (Split.MODULATION, Split.REPLICATED):
+        return 1
+    text = flux_of(model).text_length
+    if tensor.module == "txt_in" or ".txt_" in tensor.module:
+        return text
+    joined = tensor.module.startswith("layers.") and ".img_" not in tensor.module
+    return seq_len if joined else seq_len - text
+
+
+def is_double(model: ModelConfig, layer: int) -> bool:
+    """Whether a block has separate weights for captions and pictures."""
+    return layer < flux_of(model).double_layers

@@ -1,13 +1,11 @@
 """Options of Flux: of the model, of the training objective, of validation, and of generating."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.config.fields import label, numerics
 from harness.config.job import Job
 from harness.config.model import ModelConfig
-from harness.model.spec import ONES, ZEROS, Init, ModuleSpec, Split, TensorSpec
 
 PATCH = 2
 """Latents of PATCH x PATCH neighbouring positions are one token."""
@@ -50,6 +48,11 @@ class FluxConfig:
     def token_width(self) -> int:
         """Values of a token of the picture."""
         return self.latent_channels * PATCH**2
+
+    def latents_shape(self, seq_len: int) -> tuple[int, int, int]:
+        """Channels, height and width of the latents whose tokens follow a caption's in a sequence."""
+        side = PATCH * math.isqrt(seq_len - self.text_length)
+        return self.latent_channels, side, side
 
 
 @dataclass(frozen=True)
@@ -117,99 +120,3 @@ def flow_of(job: Job) -> FlowConfig:
 def sheet_of(job: Job) -> SheetConfig:
     """The options of a job's validation."""
     return SheetConfig(**job.validation.options)
-
-
-# Every module and tensor of Flux, computed from its config (no torch). See `harness.model.spec`.
-
-STREAMS = ("img", "txt")
-
-
-def modules(model: ModelConfig) -> Iterator[ModuleSpec]:
-    """Every module, in order."""
-    flux = flux_of(model)
-    dim = model.dim
-    yield _linear("img_in", dim, flux.token_width, Split.ENTRY)
-    yield _linear("txt_in", dim, flux.context_dim, Split.ENTRY)
-    embedded = {"time_in": flux.time_dim, "vector_in": flux.pooled_dim}
-    if flux.guidance:
-        embedded["guidance_in"] = flux.time_dim
-    for name, width in embedded.items():
-        yield _linear(f"{name}.w1", dim, width, Split.REPLICATED)
-        yield _linear(f"{name}.w2", dim, dim, Split.REPLICATED)
-    for layer in range(model.n_layers):
-        yield from block_modules(model, layer)
-    yield _modulation("final_mod", 2, model)
-    yield _linear("output", flux.token_width, dim, Split.OUTPUT, zero=flux.zero_init)
-
-
-def block_modules(model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-    """Every module of one block."""
-    prefix = f"layers.{layer}."
-    if layer >= flux_of(model).double_layers:
-        yield _modulation(f"{prefix}mod", 3, model)
-        yield from _attention(f"{prefix}attn", model)
-        # One linear takes the results of both; it is stored as two, because tensor parallel splits
-        # each.
-        yield from _feed_forward(f"{prefix}mlp", model, output_bias=False)
-        return
-    for stream in STREAMS:
-        yield _modulation(f"{prefix}{stream}_mod", 6, model)
-        yield from _attention(f"{prefix}{stream}_attn", model)
-        yield from _feed_forward(f"{prefix}{stream}_mlp", model)
-
-
-def _attention(prefix: str, model: ModelConfig) -> Iterator[ModuleSpec]:
-    width = model.n_heads * model.head_width
-    yield ModuleSpec(prefix, Split.REGION)
-    for name in ("wq", "wk", "wv"):
-        yield _linear(f"{prefix}.{name}", width, model.dim, Split.COLUMN)
-    yield _linear(f"{prefix}.wo", model.dim, width, Split.ROW)
-    for name in ("q_norm", "k_norm"):
-        weight = TensorSpec(
-            f"{prefix}.{name}.weight",
-            f"{prefix}.{name}",
-            (model.head_width,),
-            Split.HEAD_NORM,
-            ONES,
-        )
-        yield ModuleSpec(f"{prefix}.{name}", Split.HEAD_NORM, (weight,))
-
-
-def _feed_forward(
-    prefix: str, model: ModelConfig, *, output_bias: bool = True
-) -> Iterator[ModuleSpec]:
-    yield ModuleSpec(prefix, Split.REGION)
-    yield _linear(f"{prefix}.w1", model.ffn_hidden_dim, model.dim, Split.COLUMN)
-    yield _linear(f"{prefix}.w2", model.dim, model.ffn_hidden_dim, Split.ROW, bias=output_bias)
-
-
-def _modulation(name: str, vectors: int, model: ModelConfig) -> ModuleSpec:
-    return _linear(
-        name, vectors * model.dim, model.dim, Split.MODULATION, zero=flux_of(model).zero_init
-    )
-
-
-def _linear(
-    name: str, outputs: int, inputs: int, split: Split, *, zero: bool = False, bias: bool = True
-) -> ModuleSpec:
-    """A linear whose initial values are 0, or normal with Glorot's standard deviation."""
-    init = ZEROS if zero else Init(math.sqrt(2 / (inputs + outputs)))
-    weight = TensorSpec(f"{name}.weight", name, (outputs, inputs), split, init, is_matrix=True)
-    of_bias = TensorSpec(f"{name}.bias", name, (outputs,), split, ZEROS)
-    return ModuleSpec(name, split, (weight, of_bias) if bias else (weight,))
-
-
-def rows_of(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> int:
-    """Rows of one sample that a matrix multiplies: tokens of one stream or both, or one for the sample."""
-    if tensor.split in (Split.MODULATION, Split.REPLICATED):
-        return 1
-    text = flux_of(model).text_length
-    if tensor.module == "txt_in" or ".txt_" in tensor.module:
-        return text
-    joined = tensor.module.startswith("layers.") and ".img_" not in tensor.module
-    return seq_len if joined else seq_len - text
-
-
-def is_double(model: ModelConfig, layer: int) -> bool:
-    """Whether a block has separate weights for captions and pictures."""
-    return layer < flux_of(model).double_layers

@@ -7,13 +7,13 @@ products.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from harness.config.model import ModelConfig
-from harness.contrib.flux.config import PATCH, block_modules, flux_of, is_double, rows_of
-from harness.model.spec import TensorSpec
+from harness.contrib.flux.architecture import is_double, rows_of
+from harness.contrib.flux.config import flux_of
+from harness.model.spec import TensorSpec, block_tensors
 from harness.tools.plan.activations import (
     INNER,
     LSE,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.contrib.flux.objective import ImageBatch
 
-# Linears of a block in the order of computation.
+# Linears of a double-stream block in the order of computation, which is not that of its modules.
 _DOUBLE_PRODUCTS = (
     "img_mod",
     "txt_mod",
@@ -48,7 +48,6 @@ _DOUBLE_PRODUCTS = (
     "img_mlp.w1",
     "img_mlp.w2",
 )
-_SINGLE_PRODUCTS = ("mod", "attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2")
 
 
 class FluxCosts(Costs):
@@ -157,8 +156,7 @@ class FluxCosts(Costs):
         from harness.contrib.flux.objective import ImageBatch
 
         flux = flux_of(job.model)
-        side = PATCH * math.isqrt(job.training.seq_len - flux.text_length)
-        latents = torch.zeros(rows, flux.latent_channels, side, side)
+        latents = torch.zeros(rows, *flux.latents_shape(job.training.seq_len))
         return ImageBatch(
             latents,
             torch.zeros_like(latents),
@@ -173,7 +171,7 @@ class FluxCosts(Costs):
             tensor.module.removeprefix(f"layers.{layer}."): tensor
             for tensor in _matrices(model, layer)
         }
-        for name in _DOUBLE_PRODUCTS if is_double(model, layer) else _SINGLE_PRODUCTS:
+        for name in _DOUBLE_PRODUCTS if is_double(model, layer) else found:
             tensor = found[name]
             # A single-stream block keeps this result in any case: gelu saves its input.
             kept = "mlp.w1" if name == "mlp.w1" else f"product {name}"
@@ -192,6 +190,5 @@ def _modulated(name: str, width: float) -> tuple[SavedTensor, ...]:
     )
 
 
-def _matrices(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
-    for module in block_modules(model, layer):
-        yield from (tensor for tensor in module.tensors if tensor.is_matrix)
+def _matrices(model: ModelConfig, layer: int) -> list[TensorSpec]:
+    return [tensor for tensor in block_tensors(model, layer) if tensor.is_matrix]
