@@ -178,8 +178,8 @@ class Flux(ModelPart):
         self.final_mod = Modulation(dim, 2 * dim)
         self.output = nn.Linear(dim, flux.token_width)
         self.rope: Tensor
-        self._own_text: Tensor
-        self._own_image: Tensor
+        self.own_text: Tensor
+        self.own_image: Tensor
         self.register_buffer("rope", self._table(torch.get_default_device()), persistent=False)
 
     @property
@@ -201,8 +201,8 @@ class Flux(ModelPart):
         if self._share is not None:
             text = self.flux.text_length
             own = len(self._share) * text // self.seq_len
-            self._own_text = self._share[:own].to(device)
-            self._own_image = (self._share[own:] - text).to(device)
+            self.own_text = self._share[:own].to(device)
+            self.own_image = (self._share[own:] - text).to(device)
 
     def _table(self, device: torch.device) -> Tensor:
         """The rotation table [2, T, D] of this rank's positions; those of the caption are not rotated."""
@@ -226,8 +226,8 @@ class Flux(ModelPart):
         """This rank's positions of the tokens of captions and pictures."""
         if self._share is None:
             return [text_BLD, *images_BIP]
-        own = [image_BIP.index_select(1, self._own_image) for image_BIP in images_BIP]
-        return [text_BLD.index_select(1, self._own_text), *own]
+        own = [image_BIP.index_select(1, self.own_image) for image_BIP in images_BIP]
+        return [text_BLD.index_select(1, self.own_text), *own]
 
     def forward(
         self,
@@ -244,7 +244,7 @@ class Flux(ModelPart):
             text_BLD: embeddings of the captions' tokens, this rank's.
             pooled_BP: embeddings of the captions.
             times_B: share of noise, 0 to 1, float32.
-            guidance_B: strength of guidance, for a model with ``flux.guidance``.
+            guidance_B: strength of guidance; only models with ``flux.guidance`` read it.
 
         Returns:
             [B, I, P], in the format of the parameters.

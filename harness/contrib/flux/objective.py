@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.contrib.flux.config import FlowConfig, flow_of, flux_of
+from harness.contrib.flux.config import FlowConfig, flow_of
 from harness.contrib.flux.model import Flux, pack
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import Loss
@@ -74,14 +74,13 @@ class ImageBatch(NamedTuple):
         """Copy to the device asynchronously, through pinned memory; the sample numbers stay."""
         if device.type == "cpu":
             return self
-        copy = self.each(
-            lambda tensor: (
-                tensor
-                if tensor.device.type != "cpu"
-                else tensor.pin_memory().to(device, non_blocking=True)
-            )
-        )
-        return copy._replace(numbers_B=self.numbers_B)
+
+        def copied(tensor: Tensor) -> Tensor:
+            if tensor.device.type != "cpu":
+                return tensor
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        return self.each(copied)._replace(numbers_B=self.numbers_B)
 
 
 class FlowExecutor:
@@ -93,7 +92,6 @@ class FlowExecutor:
         self.layout = job.parallelism
         self.config = flow_of(job)
         self.seed = job.training.seed
-        self.guidance = self.config.guidance if flux_of(job.model).guidance else None
 
     def forward_backward(self, batch: ImageBatch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
@@ -130,7 +128,7 @@ class FlowExecutor:
         text_BLD, noisy_BIP, target_BIP = self.part.own_tokens(
             batch.text_BLD, flow.noisy_BIP, flow.target_BIP
         )
-        guidance_B = None if self.guidance is None else torch.full_like(flow.times_B, self.guidance)
+        guidance_B = torch.full_like(flow.times_B, self.config.guidance)
         predicted = self.part(noisy_BIP, text_BLD, batch.pooled_BP, flow.times_B, guidance_B)
         return self.loss(predicted, target_BIP)
 

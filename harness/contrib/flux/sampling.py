@@ -110,23 +110,19 @@ def sample_latents(
     tokens_BIP = pack(noise_BCHW)
     device = noise_BCHW.device
     rows, length, _ = tokens_BIP.shape
-    guidance_B = None
-    if part.flux.guidance:
-        guidance_B = torch.full((rows,), settings.guidance, device=device)
+    guidance_B = torch.full((rows,), settings.guidance, device=device)
 
     def velocity(given: Embeddings, time: float) -> Tensor:
         """Predict noise - data for all tokens of the pictures, float32."""
-        whole_BLD = given.text_BLD.to(device).expand(rows, -1, -1)
-        text_BLD, own_BIP = part.own_tokens(whole_BLD, tokens_BIP)
+        text_BLD = given.text_BLD.to(device).expand(rows, -1, -1)
+        text_BLD, own_BIP = part.own_tokens(text_BLD, tokens_BIP)
         pooled_BP = given.pooled_BP.to(device).expand(rows, -1)
         times_B = torch.full((rows,), time, device=device)
         predicted: Tensor = part(own_BIP, text_BLD, pooled_BP, times_B, guidance_B).float()
         if mesh.size("cp") == 1:
             return predicted
         # Context-parallel ranks have different tokens: each adds its own to zeros.
-        index = torch.arange(length, device=device)[None, :, None]
-        own = part.own_tokens(whole_BLD, index)[1][0, :, 0]
-        complete = torch.zeros_like(tokens_BIP).index_copy(1, own, predicted)
+        complete = torch.zeros_like(tokens_BIP).index_copy(1, part.own_image, predicted)
         dist.all_reduce(complete, group=mesh.group("cp"))
         return complete
 
@@ -170,8 +166,9 @@ def generate(
     shape = autoencoder.channels, side, side
     replicas = job.parallelism.data_parallel
     own = dict[int, np.ndarray]()
-    for start in range(0, len(prompts), job.generate.batch_size * replicas):
-        numbers = list(range(start, min(start + job.generate.batch_size * replicas, len(prompts))))
+    step = job.generate.batch_size * replicas
+    for start in range(0, len(prompts), step):
+        numbers = range(len(prompts))[start : start + step]
         mine = numbers[model.mesh.data_rank :: replicas]
         # Every rank takes part in every pass: one without a prompt of its own repeats the first.
         chosen = mine or numbers[:1]
@@ -206,7 +203,7 @@ def generate(
 
 def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddings:
     """Encode captions, in host memory. The encoder is freed on return: T5 is as large as the model."""
-    encoder = build_text_encoder(pictures_of(job.data), device, shard=True)
+    encoder = build_text_encoder(pictures_of(job.data), device)
     build_text_encoder.cache_clear()
     count = job.generate.batch_size
     parts = [encoder.encode(texts[start : start + count]) for start in range(0, len(texts), count)]
@@ -220,8 +217,8 @@ def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int
     if recorded is None:
         rule = f"must be given, because {found.path} records no job that trained it"
         raise ConfigError("generate.options.size", None, rule, [1024])
-    tokens = recorded["seq_len"] - flux_of(job.model).text_length
-    return math.isqrt(tokens) * PATCH * autoencoder.pixels
+    _, side, _ = flux_of(job.model).latents_shape(recorded["seq_len"])
+    return side * autoencoder.pixels
 
 
 def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:

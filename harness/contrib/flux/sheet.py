@@ -1,8 +1,5 @@
 """The sample sheet of a validation: pictures of held-out captions, in one PNG file."""
 
-from itertools import chain
-from operator import itemgetter
-
 import numpy as np
 
 from harness.contrib.flux.config import SamplingConfig, flow_of, flux_of, sheet_of
@@ -59,15 +56,17 @@ class SampleSheet(Periodic):
         part = engine.parts[0]
         assert isinstance(part, Flux)
         latents = sample_latents(part, mesh, flow, settings, noise, captions)
-        own: list[tuple[int, str, np.ndarray]] = []
+        own = dict[int, np.ndarray]()
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:
-            pictures = as_bytes(self._autoencoder.decode(latents))
-            own = list(zip(numbers, map(loader.caption, numbers), pictures, strict=True))
-        found = sorted(chain.from_iterable(self.run.ranks.gather(own)), key=itemgetter(0))
+            own |= zip(numbers, as_bytes(self._autoencoder.decode(latents)), strict=True)
+        pictures = dict[int, np.ndarray]()
+        for found in self.run.ranks.gather(own):
+            pictures |= found
+        shown = sorted(pictures)[:count]
         path = self._folder / f"step-{step}.png"
         if self.run.ranks.rank == 0:
-            _, shown, sampled = zip(*found[:count], strict=True)
             self._folder.mkdir(exist_ok=True)
-            write_sheet(path, sampled, shown)
-        self.run.message(f"step {step}: {min(count, len(found))} sampled pictures in {path}")
+            texts = [loader.caption(number) for number in shown]
+            write_sheet(path, [pictures[number] for number in shown], texts)
+        self.run.message(f"step {step}: {len(shown)} sampled pictures in {path}")
         return {}

@@ -14,16 +14,16 @@ from harness.config.training import Sizes
 from harness.contrib.flux.encode.verb import EncodeJob, encode
 from harness.contrib.flux.encode.writer import LatentWriter
 from harness.contrib.flux.pictures.config import pictures_of
-from harness.contrib.flux.pictures.encoders import build_autoencoder, build_text_encoder
+from harness.contrib.flux.pictures.encoders import build_text_encoder
 from harness.contrib.flux.pictures.loader import (
     EncodingLoader,
     LatentSamples,
     PictureLoader,
-    Reading,
     check_files,
     read_manifest,
 )
 from harness.contrib.flux.pictures.sources import open_pictures
+from harness.data.loader import Cursor
 from harness.data.samples import EpochOrder
 from harness.util.errors import ConfigError, DataError
 
@@ -50,10 +50,8 @@ def run(*typed):
     return encode(job_of(*typed), [*typed])
 
 
-def encoding(data, pictures, reading):
-    options = pictures_of(data)
-    encoders = build_autoencoder(options, CPU), build_text_encoder(options, CPU)
-    return EncodingLoader(pictures, reading, *encoders, runs_in_loop=False)
+def drops(number):
+    return number % 5 < 2
 
 
 class Shuffled:
@@ -68,9 +66,6 @@ class Shuffled:
     def sample(self, number):
         return self._drawn.sample(self._order.at(number))
 
-    def caption(self, number):
-        return self.sample(number)[1]
-
 
 @pytest.mark.parametrize("pretrained", [False, True])
 def test_latents_are_those_of_training(pretrained, tmp_path):
@@ -79,9 +74,10 @@ def test_latents_are_those_of_training(pretrained, tmp_path):
     counts = {"target": "latents", "train": 20, "validation": 4, "files": 5}
     assert result.data == counts | {"seconds": result.data["seconds"]}
     data = job_of(*SHAPES, *more).data
-    reading = Reading(range(2, 6), Sizes(8, 1), 0.4, 5)
-    encoded = PictureLoader(LatentSamples(Path("latents"), "train", seed=3, shuffle=True), reading)
-    online = encoding(data, Shuffled(data), reading)
+    latents = LatentSamples(Path("latents"), "train", seed=3, shuffle=True)
+    encoded = PictureLoader(latents, Cursor(range(2, 6), Sizes(8, 1)), drops)
+    cursor = Cursor(range(2, 6), Sizes(8, 1))
+    online = EncodingLoader(Shuffled(data), cursor, drops, pictures_of(data), CPU)
     dropped = 0
     for _ in range(5):  # two epochs
         found, expected = encoded.next(), online.next()
@@ -158,7 +154,7 @@ def test_order_does_not_depend_on_ranks_and_resumes():
 
     def loader(rows):
         samples = LatentSamples(Path("latents"), "train", seed=1, shuffle=True)
-        return PictureLoader(samples, Reading(rows, Sizes(6, 1), 0.3, 1))
+        return PictureLoader(samples, Cursor(rows, Sizes(6, 1)), drops)
 
     whole, parts = loader(range(6)), [loader(range(2)), loader(range(2, 6))]
     for step in range(4):
@@ -179,8 +175,9 @@ def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state():
     data = job_of(*SHAPES).data
 
     def loader():
-        reading = Reading(range(3), Sizes(3, 1), 0.0, 0)
-        return encoding(data, open_pictures(data, "train", seed=0), reading)
+        pictures = open_pictures(data, "train", seed=0)
+        cursor = Cursor(range(3), Sizes(3, 1))
+        return EncodingLoader(pictures, cursor, drops, pictures_of(data), CPU)
 
     straight = loader()
     batches = [straight.next() for _ in range(4)]

@@ -84,7 +84,7 @@ def test_encoders_are_those_of_the_pipeline(folder):
 
 def encoded_shards(folder):
     config = config_of(Path(folder))
-    encoder = build_text_encoder.__wrapped__(config, CPU, shard=True)
+    encoder = build_text_encoder.__wrapped__(config, CPU)
     blocks = encoder._models["t5"].encoder.block
     weights = list(blocks.parameters())
     embeddings = encoder.encode(CAPTIONS)

@@ -27,7 +27,8 @@ from harness.contrib.flux.pictures.encoders import (
     fingerprint_of,
 )
 from harness.contrib.flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest
-from harness.contrib.flux.pictures.sources import open_pictures
+from harness.contrib.flux.pictures.shapes import DrawnShapes
+from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
 from harness.data.workers import Workers
 from harness.metrics.console import progress
@@ -50,13 +51,12 @@ class EncodeUnit:
     number: int
     split: str
     name: str
-    begin: int
-    end: int
+    pictures: range
 
     @property
     def nbytes(self) -> int:
         """Number of pictures. It stands for the size of the work."""
-        return self.end - self.begin
+        return len(self.pictures)
 
     def __str__(self) -> str:
         return self.name
@@ -87,18 +87,18 @@ class LatentWriter(ShardWriter):
         drawn = {"train": config.samples}
         if job.data.holds_out:
             drawn["validation"] = config.validation_samples
-        self._samples = {
-            split: open_pictures(job.data, split, seed=job.training.seed) for split in drawn
-        }
-        self.source_name = self._samples["train"].name
+        self._samples: dict[str, RawSamples | DrawnShapes] = {}
         self.units: list[EncodeUnit] = []
-        for split, samples in self._samples.items():
-            count = samples.num_per_epoch or drawn[split]
+        for split, wanted in drawn.items():
+            samples = open_pictures(job.data, split, seed=job.training.seed)
+            self._samples[split] = samples
+            count = samples.num_per_epoch or wanted
             assert count is not None, "checked by validate"
             for index, begin in enumerate(range(0, count, config.unit)):
-                end = min(begin + config.unit, count)
+                pictures = range(count)[begin : begin + config.unit]
                 name = f"{split}-{index:05}"
-                self.units.append(EncodeUnit(len(self.units), split, name, begin, end))
+                self.units.append(EncodeUnit(len(self.units), split, name, pictures))
+        self.source_name = self._samples["train"].name
         self.shards = cut_units(self.units, min(config.shards or 1, len(self.units)))
 
     @property
@@ -163,8 +163,8 @@ class LatentWriter(ShardWriter):
         parts: list[dict[str, torch.Tensor]] = []
         captions: list[str] = []
         with ThreadPoolExecutor(min(MOST_THREADS, cpus())) as threads:
-            for begin in range(unit.begin, unit.end, step):
-                numbers = range(begin, min(begin + step, unit.end))
+            for begin in range(0, unit.nbytes, step):
+                numbers = unit.pictures[begin : begin + step]
                 found = threads.map(self._samples[unit.split].sample, numbers)
                 pictures, texts = zip(*found, strict=True)
                 mean, std = autoencoder.encode(as_floats(pictures))

@@ -1,6 +1,7 @@
 """Kinds of data with pictures and captions, and their options: of pictures, and of their encoders."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DataKind, check_synthetic
@@ -101,21 +102,15 @@ def check_pictures(data: DataConfig) -> None:
         check_synthetic(data)
 
 
-def _kind(*read: str, example: str = "", holds_out: bool = False) -> DataKind:
-    """A kind that reads the given fields."""
-    return DataKind(
-        batches="images",
-        options=PictureOptions,
-        fields=read,
-        example=example,
-        holds_out=holds_out,
-        check=f"{__name__}:check_pictures",
-        folders=f"{__name__}:folders",
-    )
-
-
-PICTURES = _kind("paths", "validation_paths", "exclude", example="photos/**/*.jpg")
-HUB_PICTURES = _kind("dataset", "subset", "split", "validation_split", "data_files")
+_kind = partial(
+    DataKind,
+    batches="images",
+    options=PictureOptions,
+    check=f"{__name__}:check_pictures",
+    folders=f"{__name__}:folders",
+)
+PICTURES = _kind(fields=("paths", "validation_paths", "exclude"), example="photos/**/*.jpg")
+HUB_PICTURES = _kind(fields=("dataset", "subset", "split", "validation_split", "data_files"))
 DRAWN_SHAPES = _kind(holds_out=True)
-LATENTS = _kind("paths", example="latents/photos", holds_out=True)
+LATENTS = _kind(fields=("paths",), example="latents/photos", holds_out=True)
 LATENTS_SYNTHETIC = _kind(holds_out=True)

@@ -72,14 +72,12 @@ def build_autoencoder(config: PictureOptions, device: torch.device) -> Autoencod
 
 
 @functools.lru_cache(maxsize=1)
-def build_text_encoder(
-    config: PictureOptions, device: torch.device, *, shard: bool = False
-) -> TextEncoder:
-    """Build the text encoder; with ``shard``, FSDP shards its weights over all ranks, which then encode
-    together."""
+def build_text_encoder(config: PictureOptions, device: torch.device) -> Words | T5AndClip:
+    """Build the text encoder. In a process group FSDP shards its weights over all ranks, which then
+    encode together."""
     if config.text == WORDS:
         return Words(config.text_length, config.width)
-    return T5AndClip(config, device, shard=shard)
+    return T5AndClip(config, device)
 
 
 class Patches:
@@ -116,12 +114,12 @@ class Words:
     def encode(self, captions: Sequence[str]) -> Embeddings:
         """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
         padding = [""] * self.length
-        texts = [(caption.lower().split() + padding)[: self.length] for caption in captions]
         positions_LD = self._stacked([f"position {i}" for i in range(self.length)])
-        words = []
-        for text in texts:
-            words.append(self._stacked([f"word {word}" for word in text]))
-        text_BLD = torch.stack(words) + positions_LD
+        rows = []
+        for caption in captions:
+            words = (caption.lower().split() + padding)[: self.length]
+            rows.append(self._stacked([f"word {word}" for word in words]))
+        text_BLD = torch.stack(rows) + positions_LD
         return Embeddings(text_BLD, text_BLD.mean(1))
 
     def _stacked(self, names: Sequence[str]) -> Tensor:
@@ -140,8 +138,8 @@ def as_floats(pictures: Sequence[np.ndarray]) -> Tensor:
 
 
 def as_bytes(pixels_B3HW: Tensor) -> np.ndarray:
-    """Make uint8 pictures [B, H, W, 3] of values from -1 to 1."""
-    scaled = ((pixels_B3HW.float().clamp(-1, 1) + 1) * 127.5).round()
+    """Make uint8 pictures [B, H, W, 3] of float32 values from -1 to 1."""
+    scaled = ((pixels_B3HW + 1) * 127.5).round()
     return scaled.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
@@ -185,7 +183,7 @@ class T5AndClip:
     As Flux's pipeline does, T5 attends to the padding, too.
     """
 
-    def __init__(self, config: PictureOptions, device: torch.device, *, shard: bool) -> None:
+    def __init__(self, config: PictureOptions, device: torch.device) -> None:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
@@ -206,7 +204,7 @@ class T5AndClip:
             found = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
             found = found if found.is_dir() else folder
             self._tokenizers[name] = _load(name, transformers.AutoTokenizer, found)
-        if shard and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             self._shard(device)
         for model in self._models.values():
             model.to(device)
@@ -243,7 +241,6 @@ class T5AndClip:
 
 
 Autoencoder = Patches | PretrainedAutoencoder
-TextEncoder = Words | T5AndClip
 
 
 def _load(option: str, kind: Any, folder: Path, **settings: Any) -> Any:

@@ -14,7 +14,6 @@ latents/photos/empty.safetensors             text and pooled of the empty captio
 from __future__ import annotations
 
 import copy
-import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +32,10 @@ from torch import Tensor
 from harness.config.fields import from_dict
 from harness.config.job import Job
 from harness.config.training import Sizes
-from harness.contrib.flux.config import PATCH, flow_of, flux_of
+from harness.contrib.flux.config import flow_of, flux_of
 from harness.contrib.flux.objective import ImageBatch
-from harness.contrib.flux.pictures.config import pictures_of
+from harness.contrib.flux.pictures.config import PictureOptions, pictures_of
 from harness.contrib.flux.pictures.encoders import (
-    Autoencoder,
-    TextEncoder,
     as_floats,
     build_autoencoder,
     build_text_encoder,
@@ -62,38 +59,24 @@ Row = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """An encoded picture and its caption, float32: mean, std, text and pooled of ``ImageBatch``."""
 
 
-class Reading(NamedTuple):
-    """What a loader reads.
+class PictureLoader(Loader):
+    """A loader of encoded pictures with captions, with random access.
 
-    Attributes:
-        rows: of every global batch.
-        dropout: fraction of the samples that have the empty caption.
+    Args:
+        cursor: of the rows of every global batch that it reads.
+        drops: whether a sample, by its number, has the empty caption.
     """
 
-    rows: range
-    sizes: Sizes
-    dropout: float
-    seed: int
-
-    def drops(self, number: int) -> bool:
-        """Whether a sample's caption is dropped: a function of the seed and its number."""
-        return random_stream("caption", self.seed, number).uniform() < self.dropout
-
-
-class PictureLoader(Loader):
-    """A loader of encoded pictures with captions, with random access."""
-
-    def __init__(
-        self,
-        samples: LatentSamples | SyntheticPictures | RawSamples | DrawnShapes,
-        reading: Reading,
-    ) -> None:
-        self._samples: Any = samples
-        self._cursor = Cursor(reading.rows, reading.sizes)
-        self._drops = reading.drops
-        self.caption: Callable[[int], str] = samples.caption
-        """Returns the caption of a sample by its number, without dropout."""
+    def __init__(self, samples: Any, cursor: Cursor, drops: Callable[[int], bool]) -> None:
+        self._samples = samples
+        self._cursor = cursor
+        self._drops = drops
         self.samples_per_epoch = samples.num_per_epoch
+
+    def caption(self, number: int) -> str:
+        """Return the caption of a sample by its number, without dropout."""
+        caption: str = self._samples.caption(number)
+        return caption
 
     def next(self) -> ImageBatch:
         numbers = [piece.number for piece in self._cursor.advance()]
@@ -124,25 +107,27 @@ class PictureLoader(Loader):
 class EncodingLoader(PictureLoader):
     """Reads the pictures of the next step in threads, and encodes those of this step.
 
-    Args:
-        encoders: they encode in ``next``, on all ranks together if FSDP shards them.
+    ``next`` encodes, on all ranks together if FSDP shards the encoders.
     """
 
     def __init__(
         self,
         samples: RawSamples | DrawnShapes,
-        reading: Reading,
-        autoencoder: Autoencoder,
-        text: TextEncoder,
-        *,
-        runs_in_loop: bool,
+        cursor: Cursor,
+        drops: Callable[[int], bool],
+        options: PictureOptions,
+        device: torch.device,
     ) -> None:
-        super().__init__(samples, reading)
-        self._autoencoder = autoencoder
-        self._text = text
+        super().__init__(samples, cursor, drops)
+        self._autoencoder = build_autoencoder(options, device)
+        self._text = build_text_encoder(options, device)
+        self.runs_in_loop = options.has_weights
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, cpus()), thread_name_prefix="pictures")
         self._ahead: dict[int, Future[tuple[np.ndarray, str]]] = {}
-        self.runs_in_loop = runs_in_loop
+
+    def caption(self, number: int) -> str:
+        caption: str = self._samples.sample(number)[1]
+        return caption
 
     def next(self) -> ImageBatch:
         reading = self._read(self._cursor)
@@ -305,8 +290,7 @@ class SyntheticPictures:
         self._flux = flux_of(job.model)
         self._seed = job.training.seed
         self._split = split
-        side = PATCH * math.isqrt(job.training.seq_len - self._flux.text_length)
-        self._shape = self._flux.latent_channels, side, side
+        self._shape = self._flux.latents_shape(job.training.seq_len)
 
     @property
     def empty(self) -> tuple[Tensor, Tensor]:
@@ -332,20 +316,22 @@ def build_loader(
     """Return the loader of ``rows`` of every global batch; see ``Objective.build_loader``."""
     trains = split == "train"
     seed = job.training.seed
-    reading = Reading(
-        rows,
-        job.sizes if trains else Sizes(job.global_batch_size, job.training.seq_len),
-        flow_of(job).caption_dropout if trains else 0.0,
-        seed,
-    )
+    sizes = job.sizes if trains else Sizes(job.global_batch_size, job.training.seq_len)
+    cursor = Cursor(rows, sizes)
+    dropout = flow_of(job).caption_dropout if trains else 0.0
+
+    def drops(number: int) -> bool:
+        return random_stream("caption", seed, number).uniform() < dropout
+
     shuffle = job.data.shuffle and trains
     if job.data.kind == "latents_synthetic":
-        return PictureLoader(SyntheticPictures(job, split), reading)
+        return PictureLoader(SyntheticPictures(job, split), cursor, drops)
     if job.data.kind == "latents":
         folder = Path(job.data.paths[0]).expanduser()
         if is_builder:
             check_files(folder, read_manifest(folder))
-        return PictureLoader(LatentSamples(folder, split, seed=seed, shuffle=shuffle), reading)
+        samples = LatentSamples(folder, split, seed=seed, shuffle=shuffle)
+        return PictureLoader(samples, cursor, drops)
     pictures = open_pictures(
         job.data,
         split,
@@ -355,11 +341,4 @@ def build_loader(
         is_builder=is_builder,
     )
     options = pictures_of(job.data)
-    device = pick_device(job)
-    return EncodingLoader(
-        pictures,
-        reading,
-        build_autoencoder(options, device),
-        build_text_encoder(options, device, shard=True),
-        runs_in_loop=options.has_weights,
-    )
+    return EncodingLoader(pictures, cursor, drops, options, pick_device(job))

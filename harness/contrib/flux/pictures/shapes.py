@@ -76,9 +76,6 @@ class DrawnShapes:
         caption = listed[random.randint(len(listed))]
         return draw(caption, self._size, random), str(caption)
 
-    def caption(self, number: int) -> str:
-        return self.sample(number)[1]
-
 
 def draw(caption: Caption, size: int, random: np.random.RandomState) -> np.ndarray:
     """Draw a caption with random positions and sizes: uint8 of shape (size, size, 3)."""

@@ -101,10 +101,6 @@ class RawSamples:
         works = "" if skips else "; would work: data.options.on_error=skip"
         raise DataError(f"{unreadable}{works}")
 
-    def caption(self, number: int) -> str:
-        """Return the caption of a sample."""
-        return self.sample(number)[1]
-
     @property
     def identity(self) -> Any:
         """JSON-serializable; changes whenever the pictures may have changed."""
