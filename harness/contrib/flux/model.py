@@ -52,10 +52,10 @@ class StreamAttention(nn.Module):
 class FluxFeedForward(nn.Module):
     """Two linears around GELU."""
 
-    def __init__(self, dim: int, hidden: int, *, output_bias: bool = True) -> None:
+    def __init__(self, config: ModelConfig, *, output_bias: bool = True) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden)
-        self.w2 = nn.Linear(hidden, dim, bias=output_bias)
+        self.w1 = nn.Linear(config.dim, config.ffn_hidden_dim)
+        self.w2 = nn.Linear(config.ffn_hidden_dim, config.dim, bias=output_bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         out: Tensor = self.w2(F.gelu(self.w1(x_BTC), approximate="tanh"))
@@ -87,13 +87,12 @@ class DoubleBlock(FluxBlock):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         dim = config.dim
-        hidden = config.ffn_hidden_dim
         self.img_mod = Modulation(dim, 6 * dim)
         self.txt_mod = Modulation(dim, 6 * dim)
         self.img_attn = StreamAttention(config)
         self.txt_attn = StreamAttention(config)
-        self.img_mlp = FluxFeedForward(dim, hidden)
-        self.txt_mlp = FluxFeedForward(dim, hidden)
+        self.img_mlp = FluxFeedForward(config)
+        self.txt_mlp = FluxFeedForward(config)
 
     def forward(self, x_BTC: Tensor, vec_BC: Tensor, rope_2TD: Tensor, text: int) -> Tensor:
         """Map the residual stream [B, T, C], first ``text`` tokens of the caption, to the next block's."""
@@ -125,7 +124,7 @@ class SingleBlock(FluxBlock):
         super().__init__(config)
         self.mod = Modulation(config.dim, 3 * config.dim)
         self.attn = StreamAttention(config)
-        self.mlp = FluxFeedForward(config.dim, config.ffn_hidden_dim, output_bias=False)
+        self.mlp = FluxFeedForward(config, output_bias=False)
 
     def forward(self, x_BTC: Tensor, vec_BC: Tensor, rope_2TD: Tensor, text: int) -> Tensor:
         """Map the residual stream to the next block's, as ``DoubleBlock.forward``."""

@@ -7,7 +7,6 @@ the kind of device, as initial values do (``harness.parallelism.materialize``).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,8 +18,10 @@ from torch import Tensor
 from harness.config.job import Job
 from harness.contrib.flux.config import FlowConfig, flow_of
 from harness.contrib.flux.model import Flux, pack
+from harness.model.spec import Init
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import Loss
+from harness.parallelism.materialize import draw
 from harness.util.annotation import annotated
 from harness.util.errors import DataError
 
@@ -190,12 +191,8 @@ def normals(
     purpose: str, seed: int, numbers: Sequence[int], shape: Sequence[int], device: torch.device
 ) -> Tensor:
     """Standard normal values [B, *shape], float32; each row by the seed and the number of its sample."""
-    rows = []
-    for number in numbers:
-        digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        rows.append(torch.randn(tuple(shape), generator=generator, device=device))
-    return torch.stack(rows)
+    names = [f"{purpose}/{number}" for number in numbers]
+    return torch.stack([draw(name, tuple(shape), Init(1.0), seed, device) for name in names])
 
 
 class FlowLoss(Loss):

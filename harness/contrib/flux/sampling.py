@@ -62,18 +62,18 @@ def write_sheet(path: Path, pictures: Sequence[np.ndarray], captions: Sequence[s
     factor = -(-LEAST_WIDTH // width)
     wide = width * factor
     high = height * factor
-    texts = ["\n".join(textwrap.wrap(caption, wide // _CHARACTER)[:4]) for caption in captions]
     columns = min(_COLUMNS, len(pictures))
     rows = -(-len(pictures) // columns)
     cell = wide + _MARGIN, high + _TEXT + _MARGIN
     sheet = Image.new("RGB", (columns * cell[0] + _MARGIN, rows * cell[1] + _MARGIN), "white")
     drawing = ImageDraw.Draw(sheet)
-    for number, (picture, text) in enumerate(zip(pictures, texts, strict=True)):
+    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         left = _MARGIN + number % columns * cell[0]
         top = _MARGIN + number // columns * cell[1]
         large = Image.fromarray(picture).resize((wide, high), Image.Resampling.NEAREST)
         sheet.paste(large, (left, top))
-        drawing.multiline_text((left, top + high), text, fill="black")
+        lines = textwrap.wrap(caption, wide // _CHARACTER)[:4]
+        drawing.multiline_text((left, top + high), "\n".join(lines), fill="black")
     write_picture(path, np.asarray(sheet))
 
 

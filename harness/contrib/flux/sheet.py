@@ -12,8 +12,6 @@ from harness.contrib.flux.sampling import NOISE, sample_latents, write_sheet
 from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
 
-FOLDER = "samples"
-
 
 class SampleSheet(Periodic):
     """Samples pictures of the first validation captions at each validation.
@@ -25,16 +23,15 @@ class SampleSheet(Periodic):
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.job.validation.interval)
         job = run.job
-        self._folder = run.folder / FOLDER
-        self._autoencoder = build_autoencoder(pictures_of(job.data), run.engine.device)
+        self._folder = run.folder / "samples"
+        options = pictures_of(job.data)
+        self._autoencoder = build_autoencoder(options, run.engine.device)
         channels = self._autoencoder.channels
         wanted = flux_of(job.model).latent_channels
         if channels != wanted:
             rule = f"its latents have {channels} channels, and model.options.latent_channels is {wanted}"
             works = "the autoencoder that made the latents, or validation.options.pictures=0"
-            raise ConfigError(
-                "data.options.autoencoder", pictures_of(job.data).autoencoder, rule, works
-            )
+            raise ConfigError("data.options.autoencoder", options.autoencoder, rule, works)
 
     def act(self, step: int) -> Row:
         """Sample the pictures, and write them on rank 0."""

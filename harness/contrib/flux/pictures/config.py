@@ -8,8 +8,6 @@ from harness.config.data_kinds import DataKind, check_synthetic
 from harness.config.fields import numerics
 from harness.util.errors import ConfigError
 
-ENCODED = ("latents", "latents_synthetic")
-"""Those that need no encoders for training."""
 PATCHES = "patches"
 WORDS = "words"
 T5_CLIP = "t5_clip"
@@ -78,9 +76,10 @@ def folders(data: DataConfig) -> dict[str, str | None]:
 def check_pictures(data: DataConfig) -> None:
     """Check the fields of pictures and encoders."""
     options = pictures_of(data)
+    is_encoded = data.kind in ("latents", "latents_synthetic")
     for name in ("t5", "clip"):
         path = getattr(options, name)
-        if options.text == T5_CLIP and not path and data.kind not in ENCODED:
+        if options.text == T5_CLIP and not path and not is_encoded:
             rule = "data.options.text=t5_clip needs the folder of this encoder"
             raise ConfigError(
                 f"data.options.{name}", path, rule, "the folder that transformers saved"
@@ -88,7 +87,7 @@ def check_pictures(data: DataConfig) -> None:
         if options.text == WORDS and path:
             rule = "is read only with data.options.text=t5_clip"
             raise ConfigError(f"data.options.{name}", path, rule, "data.options.text=t5_clip")
-    if options.autoencoder == PATCHES and options.size % options.patch and data.kind not in ENCODED:
+    if options.autoencoder == PATCHES and options.size % options.patch and not is_encoded:
         rule = f"must be a multiple of data.options.patch={options.patch}"
         works = [max(1, options.size // options.patch) * options.patch]
         raise ConfigError("data.options.size", options.size, rule, works)

@@ -199,23 +199,21 @@ class T5AndClip:
         ):
             folder = Path(path).expanduser()
             model = _load(name, kind, folder, dtype=dtype)
-            self._models[name] = model.eval().requires_grad_(False)
+            self._models[name] = model.eval().requires_grad_(False).to(device)
             # Of a diffusers repository it is in another folder.
             found = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
             found = found if found.is_dir() else folder
             self._tokenizers[name] = _load(name, transformers.AutoTokenizer, found)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._shard(device)
-        for model in self._models.values():
-            model.to(device)
+            self._shard()
 
-    def _shard(self, device: torch.device) -> None:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("encoders",))
+    def _shard(self) -> None:
+        ranks = (dist.get_world_size(),)
+        mesh = init_device_mesh(self._device.type, ranks, mesh_dim_names=("encoders",))
         t5 = self._models["t5"]
         clip = self._models["clip"]
         layers = getattr(clip, "text_model", clip).encoder.layers
         for model, blocks in ((t5, t5.encoder.block), (clip, layers)):
-            model.to(device)
             for block in blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)

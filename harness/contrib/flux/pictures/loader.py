@@ -55,8 +55,8 @@ from harness.util.store import file_digest
 EMPTY = "empty.safetensors"
 MOST_THREADS = 8
 SAMPLE_FILES = 32
-Row = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""An encoded picture and its caption, float32: mean, std, text and pooled of ``ImageBatch``."""
+Row = dict[str, Tensor]
+"""An encoded picture and its caption, float32: mean, std if any, text and pooled of ``ImageBatch``."""
 
 
 class PictureLoader(Loader):
@@ -75,23 +75,17 @@ class PictureLoader(Loader):
 
     def caption(self, number: int) -> str:
         """Return the caption of a sample by its number, without dropout."""
-        caption: str = self._samples.caption(number)
-        return caption
+        return str(self._samples.caption(number))
 
     def next(self) -> ImageBatch:
         numbers = [piece.number for piece in self._cursor.advance()]
         rows = []
         for number in numbers:
-            mean, std, *caption = self._samples.sample(number)
-            rows.append((mean, std, *(self._samples.empty if self._drops(number) else caption)))
-        means, stds, texts, pooled = zip(*rows, strict=True)
-        std_BCHW = None if stds[0] is None else torch.stack(stds)
+            row: Row = self._samples.sample(number)
+            rows.append(row | self._samples.empty if self._drops(number) else row)
+        found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return ImageBatch(
-            torch.stack(means),
-            std_BCHW,
-            torch.stack(texts),
-            torch.stack(pooled),
-            torch.tensor(numbers),
+            found["mean"], found.get("std"), found["text"], found["pooled"], torch.tensor(numbers)
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,8 +120,7 @@ class EncodingLoader(PictureLoader):
         self._ahead: dict[int, Future[tuple[np.ndarray, str]]] = {}
 
     def caption(self, number: int) -> str:
-        caption: str = self._samples.sample(number)[1]
-        return caption
+        return str(self._samples.sample(number)[1])
 
     def next(self) -> ImageBatch:
         reading = self._read(self._cursor)
@@ -208,14 +201,15 @@ def read_manifest(folder: Path) -> LatentManifest:
         ) from None
 
 
-def check_files(folder: Path, manifest: LatentManifest) -> None:
+def check_files(folder: Path) -> None:
     """Compare all sizes, and the checksums of at most SAMPLE_FILES files, chosen at random each time.
 
     Raises:
         DataError: a file is missing or damaged.
     """
-    sample = random.sample(manifest.files, min(SAMPLE_FILES, len(manifest.files)))
-    for file in manifest.files:
+    files = read_manifest(folder).files
+    sample = random.sample(files, min(SAMPLE_FILES, len(files)))
+    for file in files:
         path = folder / f"{file.name}.safetensors"
         try:
             if path.stat().st_size != file.nbytes:
@@ -249,14 +243,13 @@ class LatentSamples:
         self._order = EpochOrder(self._ends[-1], seed, shuffle=shuffle)
         self._opened: dict[str, Any] = {}
         empty = self._open("empty")
-        self.empty = [empty.get_tensor(name).float() for name in ("text", "pooled")]
+        self.empty = {name: empty.get_tensor(name).float() for name in ("text", "pooled")}
 
     def sample(self, number: int) -> Row:
         """Return a sample by its number."""
         file, row = self._place(number)
         read = self._open(file.name)
-        found = {name: read.get_slice(name)[row].float() for name in read.keys()}  # noqa: SIM118
-        return found["mean"], found.get("std"), found["text"], found["pooled"]
+        return {name: read.get_slice(name)[row].float() for name in read.keys()}  # noqa: SIM118
 
     def caption(self, number: int) -> str:
         file, row = self._place(number)
@@ -293,21 +286,21 @@ class SyntheticPictures:
         self._shape = self._flux.latents_shape(job.training.seq_len)
 
     @property
-    def empty(self) -> tuple[Tensor, Tensor]:
+    def empty(self) -> Row:
         return self._caption(random_stream("synthetic empty caption", self._seed, 0))
 
     def sample(self, number: int) -> Row:
         stream = random_stream(f"synthetic pictures {self._split}", self._seed, number)
         mean = torch.from_numpy(stream.standard_normal(self._shape)).float()
-        return mean, torch.full_like(mean, 0.1), *self._caption(stream)
+        return {"mean": mean, "std": torch.full_like(mean, 0.1), **self._caption(stream)}
 
     def caption(self, number: int) -> str:
         return f"random {number}"
 
-    def _caption(self, stream: np.random.RandomState) -> tuple[Tensor, Tensor]:
+    def _caption(self, stream: np.random.RandomState) -> Row:
         text = stream.standard_normal((self._flux.text_length, self._flux.context_dim))
         pooled = stream.standard_normal(self._flux.pooled_dim)
-        return torch.from_numpy(text).float(), torch.from_numpy(pooled).float()
+        return {"text": torch.from_numpy(text).float(), "pooled": torch.from_numpy(pooled).float()}
 
 
 def build_loader(
@@ -329,7 +322,7 @@ def build_loader(
     if job.data.kind == "latents":
         folder = Path(job.data.paths[0]).expanduser()
         if is_builder:
-            check_files(folder, read_manifest(folder))
+            check_files(folder)
         samples = LatentSamples(folder, split, seed=seed, shuffle=shuffle)
         return PictureLoader(samples, cursor, drops)
     pictures = open_pictures(

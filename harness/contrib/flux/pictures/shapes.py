@@ -79,8 +79,9 @@ class DrawnShapes:
 
 def draw(caption: Caption, size: int, random: np.random.RandomState) -> np.ndarray:
     """Draw a caption with random positions and sizes: uint8 of shape (size, size, 3)."""
-    fine = np.full((size * _SUPERSAMPLING,) * 2 + (3,), BACKGROUND, dtype=np.float32)
-    axis = (np.arange(size * _SUPERSAMPLING) + 0.5) / (size * _SUPERSAMPLING)
+    side = size * _SUPERSAMPLING
+    fine = np.full((side, side, 3), BACKGROUND, dtype=np.float32)
+    axis = (np.arange(side) + 0.5) / side
     x, y = np.meshgrid(axis, axis)
     if caption.relation is None:
         centers = [random.uniform(0.3, 0.7, 2)]
@@ -91,10 +92,10 @@ def draw(caption: Caption, size: int, random: np.random.RandomState) -> np.ndarr
         across = np.abs(along[::-1])
         centers = [
             0.5
-            + side * 0.24 * along
+            + sign * 0.24 * along
             + across * random.uniform(-0.2, 0.2)
             + random.uniform(-0.02, 0.02, 2)
-            for side in (1, -1)
+            for sign in (1, -1)
         ]
     for (color, shape), (center_x, center_y) in zip(caption.objects, centers, strict=True):
         fine[_inside(shape, x - center_x, y - center_y, radius)] = COLORS[color]

@@ -119,8 +119,9 @@ def open_pictures(
     """Open the pictures of a split; the arguments are those of ``build_loader``."""
     if split == "validation":
         data.require_validation()
+    options = pictures_of(data)
     if data.kind == "drawn_shapes":
-        return DrawnShapes(split, pictures_of(data).size, seed)
+        return DrawnShapes(split, options.size, seed)
     stored: Stored
     if data.kind == "hub_pictures":
         stored = _HubPictures(data, data.split_of(split))
@@ -132,9 +133,9 @@ def open_pictures(
             seen = f"seen from {Path.cwd()}{folder_hint(patterns)}"
             raise DataError(f"{name}: no pictures match, {seen}")
         others = [file for file in found if file.suffix != ".tar"]
-        format = pictures_of(data).format
-        if format == "files" or (format == "auto" and len(others) == len(found)):
-            stored = _Files(name, found, pictures_of(data).caption_field)
+        is_all = options.format == "auto" and len(others) == len(found)
+        if is_all or options.format == "files":
+            stored = _Files(name, found, options.caption_field)
         elif others:
             raise DataError(f"{name}: {others[0]} is no .tar file; would work: other data.paths")
         else:
