@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ WARMUP = 2
 SHAPE = ("experiment=cpu_baseline/shape", "cluster.device=cpu")
 
 
-def parameters_of(specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
+def parameters_of(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     """Return parameters with gradients, the same at every call."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     made: dict[str, Tensor] = {}
@@ -41,14 +41,14 @@ def parameters_of(specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
 
 
 def ours(
-    config: OptimizerConfig, specs: dict[str, TensorSpec], **fields: Any
+    config: OptimizerConfig, specs: Mapping[str, TensorSpec], **fields: Any
 ) -> Callable[[], None]:
     """Return the step of our optimizer, with other fields of its configuration."""
     optimizer = build_optimizer(replace(config, **fields), parameters_of(specs).items(), specs)
     return lambda: optimizer.step()
 
 
-def torchs(config: OptimizerConfig, specs: dict[str, TensorSpec]) -> Callable[[], None]:
+def torchs(config: OptimizerConfig, specs: Mapping[str, TensorSpec]) -> Callable[[], None]:
     """Return the step of torch's optimizers, with the same settings."""
     parameters = parameters_of(specs)
     hidden = [parameters[name] for name, spec in specs.items() if spec.is_hidden_matrix]

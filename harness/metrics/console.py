@@ -58,7 +58,7 @@ class PlainConsole:
             _logger.warning(text)
         self.message(f"warning: {text}")
 
-    def summary(self, title: str, values: Mapping[str, Any]) -> None:
+    def summary(self, values: Mapping[str, Any]) -> None:
         """Show the final values of a run, except those that are None.
 
         A failed run has only an exit code, and nothing is shown of it.
@@ -68,7 +68,7 @@ class PlainConsole:
         shown = {name: _format(value) for name, value in values.items() if value is not None}
         width = max(map(len, shown), default=0)
         lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
-        self.message("\n".join([title, *lines]))
+        self.message("\n".join(["summary", *lines]))
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Recorder:
                 self.message(f"WARNING {self._file.path} cannot be read any more: {error.strerror}")
             self._show_notes()
         self._show(lambda view: view.close(summary))
-        self._tell(lambda console: console.summary("summary", summary))
+        self._tell(lambda console: console.summary(summary))
 
     def _show_notes(self) -> None:
         while self._file is not None and self._file.notes:

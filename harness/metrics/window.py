@@ -169,11 +169,11 @@ class Window:
         self._seen = 0
         self._latest: deque[_Step] = deque(maxlen=LATEST_STEPS)
         self._unlogged: list[_Step] = []
-        self._steps = self._tokens = self._profiled = 0
+        self._steps = self._profiled = 0
         self._seconds = self._data_seconds = 0.0
         self.lengths: Counter[int] = Counter()
         """Tokens by length of sequence, of the steps that ``summary`` measures."""
-        self.interval_lengths: dict[int, int] = {}
+        self.interval_lengths: Counter[int] = Counter()
         """Tokens by length of sequence, of the steps that the last ``interval`` measured."""
 
     def add(
@@ -203,7 +203,6 @@ class Window:
         if measured:
             self._latest.append(step)
             self._steps += 1
-            self._tokens += tokens
             self._seconds += seconds
             self._data_seconds += data_seconds
             self.lengths[seq_len] += tokens
@@ -216,15 +215,14 @@ class Window:
         steps = self._unlogged
         self._unlogged = []
         measured = [step for step in steps if step.measured]
-        lengths = Counter[int]()
+        self.interval_lengths = Counter()
         for step in measured:
-            lengths[step.seq_len] += step.tokens
-        self.interval_lengths = dict(lengths)
+            self.interval_lengths[step.seq_len] += step.tokens
         seconds = sum(step.seconds for step in measured)
         profiled = sum(step.profiled for step in steps)
         return {
             "step_seconds": _ratio(sum(step.seconds for step in steps), len(steps)),
-            "tokens_per_second": _ratio(sum(lengths.values()), seconds),
+            "tokens_per_second": _ratio(self.interval_lengths.total(), seconds),
             "data_share": _ratio(sum(step.data_seconds for step in measured), seconds),
             **({"profiled_steps": profiled} if profiled else {}),
         }
@@ -235,7 +233,7 @@ class Window:
         rates = [step.tokens / step.seconds for step in self._latest if step.seconds > 0]
         p10, middle, p90 = (_quantile(times, q) for q in (0.1, 0.5, 0.9))
         steps = self._steps
-        tokens = self._tokens
+        tokens = self.lengths.total()
         seconds = self._seconds
         spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
         return {

@@ -171,13 +171,9 @@ class Decoder(ModelPart):
         self.tie_embeddings()
         self.positions: Tensor
         self.rope: Tensor
-        self.register_buffer("positions", torch.arange(seq_len), persistent=False)
-        self.register_buffer("rope", self._rope_table(torch.get_default_device()), persistent=False)
-
-    def _rope_table(self, device: torch.device) -> Tensor:
-        table = rope_table(self.config.rope, self.config.rotated_width, self.seq_len, device=device)
-        whole = signed_table(table)
-        return whole if self._share is None else whole[:, self._share.to(device)]
+        self.register_buffer("positions", None, persistent=False)
+        self.register_buffer("rope", None, persistent=False)
+        self._materialize_positions(torch.get_default_device())
 
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
         self.seq_len = length
@@ -229,9 +225,14 @@ class Decoder(ModelPart):
             moe.materialize_buffers(device)
 
     def _materialize_positions(self, device: torch.device) -> None:
+        config = self.config
+        table = signed_table(rope_table(config.rope, config.rotated_width, self.seq_len, device))
         positions = torch.arange(self.seq_len, device=device)
-        self.positions = positions if self._share is None else self._share.to(device)
-        self.rope = self._rope_table(device)
+        if self._share is not None:
+            positions = self._share.to(device)
+            table = table[:, positions]
+        self.positions = positions
+        self.rope = table
 
     def forward(
         self,

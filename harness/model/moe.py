@@ -1,6 +1,6 @@
 """A mixture of experts: the router chooses, rows are sorted by expert, experts compute grouped products.
 
-No tokens are dropped. ``MoE.exchange`` sends rows to their experts; expert parallelism replaces it.
+No tokens are dropped. Under expert parallelism ``MoE.exchange`` sends rows to their experts.
 """
 
 from collections.abc import Callable
@@ -267,18 +267,12 @@ def inverse_of(order_R: Tensor) -> Tensor:
     return torch.empty_like(order_R).scatter(0, order_R, places)
 
 
-class Exchange(nn.Module):
-    """Applies experts to their rows; here this rank has all experts."""
-
-    def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
-        """Outputs [R, C] of rows sorted by expert, ``load_E[e]`` for expert e, and then padding."""
-        return experts(x_RC, load_E)
-
-
 class MoE(nn.Module):
     """Routed experts, and shared experts for all tokens.
 
     Attributes:
+        exchange: function that applies experts, given last, to rows that are on other ranks; its
+            other arguments are those of the experts. None: this rank has all experts.
         reduce_output: function that sums the experts' outputs over the ranks that split each
             expert; None: experts are not split.
     """
@@ -296,7 +290,7 @@ class MoE(nn.Module):
             if of.shared_hidden_dim
             else None
         )
-        self.exchange = Exchange()
+        self.exchange: Callable[[Tensor, Tensor, Experts], Tensor] | None = None
         self.reduce_output: Callable[[Tensor], Tensor] | None = None
         self.register_buffer(
             "balance_bias", torch.zeros(of.num_experts) if of.balance_coeff else None
@@ -324,7 +318,10 @@ class MoE(nn.Module):
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
             x_RC = (x_RC * weights_R1).type_as(x_RC)
-        out_RC = self.exchange(x_RC, load_E, self.experts)
+        if self.exchange is None:
+            out_RC = self.experts(x_RC, load_E)
+        else:
+            out_RC = self.exchange(x_RC, load_E, self.experts)
         if self.score_before_experts:
             out_NC = permute(out_RC, place_R, order_R).unflatten(0, (-1, self.top_k)).sum(1)
         else:

@@ -6,7 +6,7 @@ FLOPs, and the plan read it.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -231,13 +231,9 @@ def decoder_modules(config: ModelConfig) -> Iterator[ModuleSpec]:
         yield _norm("mtp.norm", config.dim)
 
 
-def tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor by name, in the model's order; a tied table once."""
-    return dict(_tensors(config))
-
-
 @of_one_model
-def _tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+def tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Every tensor by name, in the model's order; a tied table once."""
     return {tensor.name: tensor for module in modules(config) for tensor in module.tensors}
 
 
@@ -262,16 +258,6 @@ def is_buffer(name: str) -> bool:
     return name.endswith(BALANCE_BIAS)
 
 
-def block_prefix(config: ModelConfig, layer: int) -> str:
-    """The prefix of the names in a block."""
-    return architecture_of(config).block_prefix(config, layer)
-
-
-def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
-    """The FSDP group of every module that FSDP wraps (``Architecture.fsdp_groups``)."""
-    return architecture_of(config).fsdp_groups(config, experts_apart)
-
-
 class PreNormBlock:
     """The modules of one pre-norm block, in the standard parametrization.
 
@@ -284,7 +270,7 @@ class PreNormBlock:
     def __init__(self, config: ModelConfig, layer: int) -> None:
         self.config = config
         self.layer = layer
-        self.prefix = block_prefix(config, layer)
+        self.prefix = architecture_of(config).block_prefix(config, layer)
         self.init = _linear_init()
         self.deep = _linear_init(2 * (layer + 1))
 
@@ -348,13 +334,12 @@ class PreNormBlock:
         yield _linear(f"{at}.w3", hidden, dim, Split.COLUMN, self.deep)
 
     def _mixture(self) -> Iterator[ModuleSpec]:
-        config = self.config
         of = self.config.moe
         at = f"{self.prefix}moe"
-        dim = config.dim
+        dim = self.config.dim
         hidden = of.hidden_dim
         experts = of.num_experts
-        stack = f"{self.prefix}moe.experts"
+        stack = f"{at}.experts"
         balance = TensorSpec(self.prefix + BALANCE_BIAS, at, (experts,), Split.MIXTURE, ZEROS)
         yield ModuleSpec(at, Split.MIXTURE, (balance,) if of.balance_coeff else ())
         yield _linear(f"{at}.router", experts, dim, Split.ROUTER, self.init, bias=of.router_bias)

@@ -44,12 +44,11 @@ def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
         gradient = parameter.grad
         shards = 1
         if isinstance(gradient, DTensor):
-            split = [
-                i
+            shards = prod(
+                gradient.device_mesh.size(i)
                 for i, placement in enumerate(gradient.placements)
                 if not isinstance(placement, Replicate)
-            ]
-            shards = prod(gradient.device_mesh.size(i) for i in split)
+            )
             gradient = gradient.to_local()
         gradients.append(torch.empty(0) if gradient is None else gradient)
         copies.append(holders // shards)

@@ -24,17 +24,16 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from harness.config.parallelism import ParallelismConfig
+from harness.model.architecture import architecture_of
 from harness.model.grouped import on_host
-from harness.model.moe import Exchange, Experts
+from harness.model.moe import Experts
 from harness.model.part import ModelPart
-from harness.model.spec import TensorSpec, block_prefix, tensors
+from harness.model.spec import TensorSpec, tensors
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 from harness.parallelism.tensor_styles import SEQUENCE_DIM, into_stream, place
 
 # R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
-
-EXPERTS_DIM = 0
 
 
 def apply_expert_parallel(
@@ -43,8 +42,11 @@ def apply_expert_parallel(
     """Split the experts of a model part, in place, and set up its routers' counts; ``plain`` as there."""
     if not part.mixtures:
         return
-    stream: Placement = Shard(SEQUENCE_DIM) if layout.uses_sequence_parallel else Replicate()
+    stream: Placement | None = None
+    if not plain:
+        stream = Shard(SEQUENCE_DIM) if layout.uses_sequence_parallel else Replicate()
     specs = tensors(part.config)
+    architecture = architecture_of(part.config)
     for layer, moe in part.mixtures.items():
         if layout.tp > 1 and not plain:
             # Ranks route different tokens, or the same tokens to different parts of experts.
@@ -52,11 +54,10 @@ def apply_expert_parallel(
                 place(moe.router, name, mesh.axis("tp"), None)
             moe.router.partial_gradients = {"weight": [Partial()], "bias": [Partial()]}  # type: ignore[assignment]
         if layout.ep > 1 or layout.splits_experts:
-            prefix = f"{block_prefix(part.config, layer)}moe.experts."
+            prefix = f"{architecture.block_prefix(part.config, layer)}moe.experts."
             _split_experts(moe.experts, prefix, specs, mesh, layout)
         if layout.splits_experts:
-            into = None if plain else stream
-            moe.reduce_output = partial(into_stream, mesh=mesh.axis("tp"), stream=into)
+            moe.reduce_output = partial(into_stream, mesh=mesh.axis("tp"), stream=stream)
         if layout.ep > 1:
             assert mesh.experts is not None
             moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))
@@ -85,7 +86,7 @@ def _split_experts(
     layout: ParallelismConfig,
 ) -> None:
     axes = (EXPERT,) if layout.ep > 1 else ()
-    by_expert: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
+    by_expert: list[Placement] = [Shard(0)] if layout.ep > 1 else []
     if not layout.splits_experts:
         assert mesh.experts is not None
         on = mesh.experts[axes]
@@ -108,7 +109,7 @@ def _summed(groups: list[dist.ProcessGroup], counts: Tensor) -> Tensor:
     return counts
 
 
-class ExpertExchange(Exchange):
+class ExpertExchange(nn.Module):
     """Sends rows to the ranks of a group that have their experts, and returns the outputs.
 
     Args:

@@ -26,9 +26,9 @@ from torch.distributed.tensor import Shard
 
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
+from harness.model.architecture import architecture_of
 from harness.model.moe import Experts
 from harness.model.part import ModelPart
-from harness.model.spec import fsdp_groups
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 from harness.util.errors import ConfigError
 
@@ -55,7 +55,8 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
     placements: dict[nn.Parameter, Shard] = dict.fromkeys(expert_parameters, Shard(dim))
     built = dict(part.named_modules())
     groups = defaultdict[str, list[nn.Module]](list)
-    for name, group in fsdp_groups(part.config, experts_apart=mesh.experts is not None).items():
+    architecture = architecture_of(part.config)
+    for name, group in architecture.fsdp_groups(part.config, mesh.experts is not None).items():
         if name in built:
             groups[group].append(built[name])
     in_place = InPlace()

@@ -193,10 +193,14 @@ class ChunkedLoss:
             # full() fills on the device; copying a host value there would make the host wait.
             scale = torch.full((), scale, device=x_BTC.device)
         losses: list[Tensor] = []
-        with_gradients = torch.is_grad_enabled()
-        options = self.chunks, partial(self.cross_entropy, scale=scale, group=group), losses
         total: Tensor = _ChunkedCrossEntropy.apply(
-            x_NC, weight_VC, labels_N - first, *options, with_gradients
+            x_NC,
+            weight_VC,
+            labels_N - first,
+            self.chunks,
+            partial(self.cross_entropy, scale=scale, group=group),
+            losses,
+            torch.is_grad_enabled(),
         )
         self.loss.record(losses, labels_BT)
         return total

@@ -168,9 +168,8 @@ def forward_only(schedule: Any) -> Iterator[None]:
 
 def _forward_of(action: _Action) -> list[_Action]:
     """Forward part of an action: the action, nothing, or the forward half of an overlapped pair."""
-    if action.sub_actions is not None:
-        return [part for part in action.sub_actions if part.computation_type.name in _FORWARD_TYPES]
-    return [action] if action.computation_type.name in _FORWARD_TYPES else []
+    parts = action.sub_actions or (action,)
+    return [part for part in parts if part.computation_type.name in _FORWARD_TYPES]
 
 
 def boundary(job: Job, mesh: Mesh, part: ModelPart, *, entering: bool) -> Tensor:
@@ -185,13 +184,14 @@ def boundary(job: Job, mesh: Mesh, part: ModelPart, *, entering: bool) -> Tensor
     if entering and part.tok_embeddings is not None:
         return torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
     dtype = getattr(torch, job.precision.param_dtype)
-    if not entering and part.output is not None and job.training.loss_chunks > 1:
-        return torch.empty((), device="meta", requires_grad=True)
+    width = job.model.dim
     if not entering and part.output is not None:
-        vocab = job.model.vocab_size
+        if job.training.loss_chunks > 1:
+            return torch.empty((), device="meta", requires_grad=True)
+        width = job.model.vocab_size
         if layout.tp > 1 and layout.loss_parallel:
-            rows = -(-vocab // layout.tp)
-            vocab = max(0, min(rows, vocab - rows * mesh.rank("tp")))
-        return torch.empty(batch, seq_len, vocab, dtype=dtype, device="meta", requires_grad=True)
-    length = seq_len // layout.tp if layout.uses_sequence_parallel else seq_len
-    return torch.empty(batch, length, job.model.dim, dtype=dtype, device="meta", requires_grad=True)
+            rows = -(-width // layout.tp)
+            width = max(0, min(rows, width - rows * mesh.rank("tp")))
+    elif layout.uses_sequence_parallel:
+        seq_len //= layout.tp
+    return torch.empty(batch, seq_len, width, dtype=dtype, device="meta", requires_grad=True)

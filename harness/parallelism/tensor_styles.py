@@ -6,6 +6,7 @@ are ours.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +32,9 @@ SEQUENCE_DIM = 1
 
 
 def _placed(
-    tensor: Tensor, mesh: DeviceMesh, placement: Placement, gradients: Any = None
+    tensor: Tensor, mesh: DeviceMesh, placement: Placement, gradient: Placement | None = None
 ) -> DTensor:
+    gradients = None if gradient is None else (gradient,)
     return DTensor.from_local(
         tensor, mesh, (placement,), run_check=False, grad_placements=gradients
     )
@@ -46,37 +48,26 @@ def into_stream(partial_sum: Tensor, mesh: DeviceMesh, stream: Placement | None)
     return _placed(partial_sum, mesh, Partial()).redistribute(placements=(stream,)).to_local()
 
 
+@dataclass
 class Distributed(ParallelStyle):
     """A module that computes on DTensors, between plain tensors.
 
     Parameters are split by rows or replicated: the optimizer could not update plain parameters and
     DTensors in one foreach call.
-
-    Args:
-        takes: placement of the first input, as it arrives.
-        gradient: placement of that input's gradient; None: the same.
-        uses: placement of the input that the module computes on; None: the same.
-        gives: placement of the output, as it leaves; None: that of the module's result.
-        output_gradient: placement of the output's gradient; None: that of the output.
     """
 
-    def __init__(
-        self,
-        takes: Placement,
-        gradient: Placement | None = None,
-        uses: Placement | None = None,
-        gives: Placement | None = None,
-        output_gradient: Placement | None = None,
-        *,
-        by_rows: bool = False,
-    ) -> None:
-        super().__init__()
-        self.takes = takes
-        self.gradients = None if gradient is None else (gradient,)
-        self.uses = uses
-        self.gives = gives
-        self.output_gradients = None if output_gradient is None else (output_gradient,)
-        self.by_rows = by_rows
+    takes: Placement
+    """Placement of the first input, as it arrives."""
+    gradient: Placement | None = None
+    """Placement of that input's gradient; None: the same."""
+    uses: Placement | None = None
+    """Placement of the input that the module computes on; None: the same."""
+    gives: Placement | None = None
+    """Placement of the output, as it leaves; None: that of the module's result."""
+    output_gradient: Placement | None = None
+    """Placement of the output's gradient; None: that of the output."""
+    by_rows: bool = False
+    """Whether the module's own parameters are split by rows."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split = split_rows if self.by_rows else None
@@ -86,7 +77,7 @@ class Distributed(ParallelStyle):
     def _enter(
         self, _module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
     ) -> tuple[Tensor, ...]:
-        x = _placed(inputs[0], mesh, self.takes, self.gradients)
+        x = _placed(inputs[0], mesh, self.takes, self.gradient)
         if self.uses is not None:
             x = x.redistribute(placements=(self.uses,))
         return (x, *inputs[1:])
@@ -94,31 +85,23 @@ class Distributed(ParallelStyle):
     def _leave(self, _module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
         if self.gives is not None:
             output = output.redistribute(placements=(self.gives,))
-        return output.to_local(grad_placements=self.output_gradients)
+        gradient = self.output_gradient
+        return output.to_local(grad_placements=None if gradient is None else (gradient,))
 
 
+@dataclass
 class RegionParallel(ParallelStyle):
     """A module whose first input is gathered along the sequence if the stream is split.
 
     Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an
     all-reduce.
-
-    Args:
-        cast: applied to the input before it is gathered; the module then takes a DTensor.
-        by_rows: whether the module's own parameters are split by rows.
     """
 
-    def __init__(
-        self,
-        stream: Placement,
-        cast: Callable[[DTensor], DTensor] | None = None,
-        *,
-        by_rows: bool = False,
-    ) -> None:
-        super().__init__()
-        self.stream = stream
-        self.cast = cast
-        self.by_rows = by_rows
+    stream: Placement
+    cast: Callable[[DTensor], DTensor] | None = None
+    """Applied to the input before it is gathered; the module then takes a DTensor."""
+    by_rows: bool = False
+    """Whether the module's own parameters are split by rows."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -135,16 +118,15 @@ class RegionParallel(ParallelStyle):
         return module
 
 
+@dataclass
 class Plain(ParallelStyle):
     """A linear or norm that computes on plain tensors and this rank's shards.
 
     DTensor's dispatch takes longer than small products, and blocks are not always compiled.
     """
 
-    def __init__(self, spec: ModuleSpec, stream: Placement) -> None:
-        super().__init__()
-        self.spec = spec
-        self.stream = stream
+    spec: ModuleSpec
+    stream: Placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split = self.spec.split
@@ -183,6 +165,7 @@ def converted_linear(split: Split, stream: Placement) -> ParallelStyle:
     )
 
 
+@dataclass
 class VocabularyParallel(ParallelStyle):
     """An embedding table split by rows: every rank looks up its rows, and the results are summed.
 
@@ -191,9 +174,7 @@ class VocabularyParallel(ParallelStyle):
     that of the full table: 2.1 GB for Llama 3 70B in bfloat16, instead of 0.26 GB on eight ranks.
     """
 
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.stream = stream
+    stream: Placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding), f"{type(module).__name__} is not an embedding"

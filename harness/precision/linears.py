@@ -239,11 +239,11 @@ def require_hardware(
         return
     if cluster.device == "cpu" or (cluster.device == "auto" and gpus == 0):
         raise _refusal(precision, "a CPU")
+    what = cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}"
     known = _accelerators_of(cluster)
     if known and not any(_arithmetic(precision) in each.peak_flops for each in known):
-        raise _refusal(precision, cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}")
+        raise _refusal(precision, what)
     if experts and known and all(each.name in WITHOUT_GROUPS for each in known):
-        what = cluster.accelerator or f"cluster.gpu_type={cluster.gpu_type}"
         raise _refusal(precision, what, grouped=True)
 
 

@@ -38,7 +38,7 @@ def test_rows_console_and_summary(tmp_path, capsys):
     recorder.close(summary)
     recorder.close(summary)
     # The error of a failed run says the rest.
-    recorder._console.summary("summary", {"exit_code": 2})
+    recorder._console.summary({"exit_code": 2})
     assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": 1, "loss": 2.0},
         {"step": 1, "validation_loss": 3.0},

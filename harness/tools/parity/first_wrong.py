@@ -27,8 +27,9 @@ from harness.config.parallelism import ParallelismConfig
 from harness.data.batch import AnyBatch
 from harness.data.loader import Loader
 from harness.data.tokenizer import build_tokenizer
+from harness.model.architecture import architecture_of
 from harness.model.moe import Routing
-from harness.model.spec import BALANCE_BIAS, block_prefix
+from harness.model.spec import BALANCE_BIAS
 from harness.optimizer.build import EMA
 from harness.parallelism.context import local_positions
 from harness.precision.swap import plain
@@ -133,9 +134,10 @@ def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dic
         average = engine.optimizer.state.get(parameter, {}).get(EMA)
         if average is not None:
             results[f"{AVERAGE}{name}"] = _full(average) - start[name]
+    model = engine.job.model
     for part in engine.parts:
         for layer, moe in part.mixtures.items():
-            prefix = block_prefix(engine.job.model, layer)
+            prefix = architecture_of(model).block_prefix(model, layer)
             assert engine.balance.load_ME is not None
             results[f"loads of {prefix}moe"] = engine.balance.load_ME[engine.balance.rows[layer]]
             if moe.balance_bias is not None:

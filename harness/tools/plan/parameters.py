@@ -21,8 +21,8 @@ from harness.config.optimizer import BLOCK, EIGHT_BIT, KINDS, OptimizerConfig
 from harness.config.parallelism import ParallelismConfig
 from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
-from harness.model.architecture import block_kinds
-from harness.model.spec import TensorSpec, fsdp_groups, tensors
+from harness.model.architecture import architecture_of, block_kinds
+from harness.model.spec import TensorSpec, tensors
 from harness.optimizer.assignment import ROUND_VALUES
 from harness.optimizer.settings import in_blocks, kind_of
 from harness.tools.plan.costs import costs_of
@@ -172,7 +172,8 @@ class HeldModules(Memo):
         first = self._first.get(name, name)
 
         def make() -> HeldModule:
-            groups = fsdp_groups(self._model, experts_apart=layout.has_expert_mesh)
+            architecture = architecture_of(self._model)
+            groups = architecture.fsdp_groups(self._model, layout.has_expert_mesh)
             tensors = tuple(_held(spec, groups, layout) for spec in self.specs.get(first, ()))
             return HeldModule(first, tensors, self._optimizer)
 

@@ -25,7 +25,6 @@ _COLLECTIVES = {
     "all_reduce_": "all_reduce",
     "all_to_all_single": "all_to_all",
 }
-_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 # A key without a kernel of its own: it reaches torch's kernel, which is the same for all devices.
 _ORIGINAL = DispatchKeySet(DispatchKey.XPU)
 # Methods of FSDP's parameter groups, and the phase that they are.
@@ -71,7 +70,7 @@ class Marks:
                     self._undo.append(partial(delattr, group, name))
         axes = _axes(mesh)
         if axes:
-            self._mark_collectives(axes, _KEYS[device.type])
+            self._mark_collectives(axes, device.type.upper())
         set_phases(phases.inside)
 
     def remove(self) -> None:

@@ -161,19 +161,19 @@ class Phases:
         return spans
 
 
+@dataclass
 class _Inside(AbstractContextManager[None], contextlib.ContextDecorator):
     """The ``with`` block of a phase; a generator would take longer than the mark."""
 
-    def __init__(self, phases: Phases, phase: str, stage: int | None) -> None:
-        self._phases = phases
-        self._phase = phase
-        self._stage = stage
+    phases: Phases
+    phase: str
+    stage: int | None
 
     def __enter__(self) -> None:
-        self._phases.enter(self._phase, self._stage)
+        self.phases.enter(self.phase, self.stage)
 
     def __exit__(self, *_: object) -> None:
-        self._phases.leave()
+        self.phases.leave()
 
 
 class _Clock:

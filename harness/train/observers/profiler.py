@@ -32,11 +32,11 @@ class Profiling(Observer):
         self._folder = run.folder / FOLDER
         self._device = run.engine.device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._writes = self.config.enable and self._rank in self.config.ranks
+        self._writes = self._rank in self.config.ranks
         self._start_step = 0
         self._step = 0
         self._trace: profile | None = None
-        if self.config.enable and self._device.type != "cuda":
+        if self._device.type != "cuda":
             self.config.refuse_snapshots(f"ranks compute on {self._device.type}")
         self._snapshots = self._writes and self.config.memory_snapshot
 
@@ -101,8 +101,6 @@ class Profiling(Observer):
     def _index(self, step: int) -> int:
         """Index of a step among the profiled steps of its interval, on any rank; negative: not profiled."""
         config = self.config
-        if not config.enable:
-            return -1
         into = (step - self._start_step - 1) % config.interval
         return into - (config.interval - config.warmup - config.active)
 

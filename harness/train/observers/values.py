@@ -97,17 +97,14 @@ class RankMetrics(Observer):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._where = where_is(run.engine)
-        self._file: MetricsFile | None = None
+        self._file = MetricsFile(run.folder / FOLDER / f"rank{self._where['rank']}.jsonl")
 
     def start(self) -> None:
-        self._file = MetricsFile(self.run.folder / FOLDER / f"rank{self._where['rank']}.jsonl")
         # Later rows are written again.
         self._file.truncate_after(self.run.progress.step)
 
     def log(self, row: Mapping[str, Any], own: Row) -> None:
-        assert self._file is not None
         self._file.write({"step": row["step"], **self._where, **own, "time": time.time()})
 
     def close(self, error: BaseException | None) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
