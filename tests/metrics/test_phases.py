@@ -28,7 +28,7 @@ from harness.tools.report import phases as of_phases
 from harness.tools.report.verb import report
 from harness.train.engine import Engine
 from harness.train.observers.phase_times import Phases, PhaseSpan
-from harness.train.observers.phases import PhaseLog
+from harness.train.observers.phases import PhaseLog, _mean
 from harness.train.trainer import Trainer
 from harness.util.annotation import annotated
 from harness.util.errors import UserError
@@ -98,6 +98,13 @@ def test_times_are_exclusive_and_add_up():
     not Path("/proc/thread-self/schedstat").exists(),
     reason="the kernel has no scheduler statistics",
 )
+def test_times_of_an_interval_are_means_over_its_steps():
+    assert _mean([{"forward": 1.0, "waiting": 2.0}, {"forward": 3.0}]) == {
+        "forward": 2.0,
+        "waiting": 1.0,
+    }
+
+
 def test_waiting_for_a_core_is_not_computing():
     """Another process takes half of the core."""
     cores = os.sched_getaffinity(0)
