@@ -12,7 +12,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import gt, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -223,10 +223,11 @@ def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content
 
 
 class _Content(io.RawIOBase):
-    """The bytes of an entry as a file. A local one is mapped: a copy would need the tensor's memory twice."""
+    """The bytes of an entry as a file. A file on a local disk is mapped: a copy would double the memory."""
 
     def __init__(self, file: Any, place: Any) -> None:
         end = place.offset + place.length
+        # ``mmap`` cannot map beyond the end of a file, and with a length of 0 it maps all of it.
         if isinstance(file, io.BufferedReader) and 0 < end <= os.fstat(file.fileno()).st_size:
             mapped = mmap.mmap(file.fileno(), end, prot=mmap.PROT_READ)
             self.bytes = memoryview(mapped)[place.offset :]
@@ -248,7 +249,7 @@ class _Content(io.RawIOBase):
 
 
 def _read_tensor(file: Any, place: Any) -> torch.Tensor:
-    """Return the tensor of an entry, whose bytes are compared with its checksum before they are read.
+    """Return the tensor of an entry, after its bytes are compared with its checksum.
 
     ``place`` is DCP's storage info of the entry (file, offset, length), with its checksum if there
     is one.
@@ -347,7 +348,9 @@ class Reader(FileSystemReader):
                 offset + length
                 for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
             ]
-            if tensor.dim() != len(ends) or any(map(gt, ends, tensor.shape)):
+            if tensor.dim() != len(ends) or any(
+                end > size for end, size in zip(ends, tensor.shape, strict=True)
+            ):
                 raise DamagedCheckpoint(
                     f"{_span(place)}: the tensor has shape {list(tensor.shape)}"
                 )

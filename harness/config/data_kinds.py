@@ -1,4 +1,4 @@
-"""Kinds of data: a kind's fields, the rules of these, and its functions. Imports no torch."""
+"""Kinds of data: the fields of each, their rules, and its functions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class DataKind:
             tokenizer; empty: the job's.
         batches: what its batches hold: ``tokens``, or what another architecture takes.
         options: dataclass of ``data.options``; None: there are none.
-        fields: fields of ``data`` that it reads and some other kind does not. With ``paths`` they
-            are files that must exist, with ``dataset`` a dataset of the hub.
+        fields: fields of ``data`` that it reads and some other kind does not. If ``paths`` is among
+            them, its data are files that must exist; if ``dataset`` is, a dataset of the hub.
         formats: values of ``data.format``, if it reads files.
         example: a path, for errors.
         holds_out: whether it has samples for validation without a field that says so.
@@ -131,7 +131,7 @@ _BUILTINS = {
     ),
     "mixture": DataKind(
         load="harness.data.kinds:load_mixture",
-        fields=MIXTURE_FIELDS[1:],
+        fields=MIXTURE_FIELDS[1:],  # all but kind
         has_vocabulary=False,
         check=f"{__name__}:check_mixture",
     ),
@@ -157,10 +157,10 @@ def check_effects(data: DataConfig) -> None:
             raise ConfigError(
                 f"data.{name}", value, rule, f"data.kind={readers[0]}, or leave it out"
             )
-    for name, needed in NEEDED:
-        if name in given and not getattr(data, needed):
-            rule = f"has no effect without data.{needed}=true"
-            works = f"data.{needed}=true, or leave it out"
+    for name, switch in NEEDED:
+        if name in given and not getattr(data, switch):
+            rule = f"has no effect without data.{switch}=true"
+            works = f"data.{switch}=true, or leave it out"
             raise ConfigError(f"data.{name}", given[name], rule, works)
 
 
@@ -206,13 +206,13 @@ def check_dataset(data: DataConfig) -> None:
 
 def check_chat(data: DataConfig) -> None:
     """Raise ConfigError if conversations of a sample would see each other, or if chat_date is no date."""
-    for name, needed, rule in (
+    for name, fixed, rule in (
         ("attend_across_documents", False, "conversations do not attend to others in their sample"),
         ("mask_document_boundary", True, "no token predicts the beginning of another conversation"),
     ):
-        if getattr(data, name) != needed:
+        if getattr(data, name) != fixed:
             raise ConfigError(
-                f"data.{name}", not needed, f"data.kind=chat: {rule}", str(needed).lower()
+                f"data.{name}", not fixed, f"data.kind=chat: {rule}", str(fixed).lower()
             )
     if data.chat_date is not None:
         try:
@@ -282,11 +282,13 @@ def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManage
 def errors_of_source(name: str) -> Iterator[None]:
     """Context manager that names the source in errors, and its fields: ``data.sources.<name>.paths``."""
     source = f"data.sources.{name}"
+    # Fields that all sources share keep their names.
     own_field = re.compile(rf"\bdata\.(?!{'|'.join(SHARED)})")
     try:
         yield
     except ConfigError as error:
         field = own_field.sub(f"{source}.", error.field)
+        # ``data=`` chooses a file of conf/data for the whole job; a source has only its kind.
         works = own_field.sub(f"{source}.", error.works.replace("data=", "data.kind="))
         raise ConfigError(field, error.value, f"{source}: {error.rule}", works) from error
     except DataError as error:
@@ -336,14 +338,16 @@ def _check_weights(data: DataConfig) -> None:
         raise ConfigError("data.weight_changes", data.weight_changes, rule, "data.weights")
     _check_sources_exist(data, "data.weights", data.weights)
     _check_sources_exist(data, "data.epochs", data.epochs)
-    for name in data.source_names if data.epochs else ():
-        if name not in data.epochs:
-            raise ConfigError(
-                "data.epochs", data.epochs, f"has no source {name}", f"data.epochs.{name}=1"
-            )
-        if not DATA_KINDS[data.sources[name].kind].has_vocabulary or data.sources[name].streaming:
-            rule = f"the number of samples of data.sources.{name} is unknown"
-            raise ConfigError(f"data.epochs.{name}", data.epochs[name], rule, "data.weights")
+    if data.epochs:
+        for name in data.source_names:
+            if name not in data.epochs:
+                raise ConfigError(
+                    "data.epochs", data.epochs, f"has no source {name}", f"data.epochs.{name}=1"
+                )
+            source = data.sources[name]
+            if not DATA_KINDS[source.kind].has_vocabulary or source.streaming:
+                rule = f"the number of samples of data.sources.{name} is unknown"
+                raise ConfigError(f"data.epochs.{name}", data.epochs[name], rule, "data.weights")
     _check_changes(data)
     given = [data.epochs or data.weights, *data.weight_changes]
     for weights in given:

@@ -51,7 +51,7 @@ class Job:
     feeds_model: ClassVar[bool] = True
     """Whether batches of the data pass through the model."""
     varies: ClassVar[bool] = False
-    """Whether the verb makes other jobs from this one. More values may have an effect in those."""
+    """Whether the verb makes other jobs from this one. A value without effect here may have one in those."""
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", written="folder")
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def fsdp_ranks(self) -> int:
-        """Ranks that FSDP shards or replicates parameters over, or those of experts if they are more."""
+        """Ranks over which FSDP shards or replicates parameters; those of experts, if they are more."""
         layout = self.parallelism
         shards = layout.parameter_shards
         if self.model.moe.enabled and layout.has_expert_mesh:
@@ -141,11 +141,9 @@ class Job:
     @property
     def microbatch_size(self) -> int:
         """Sequences that a model part processes at once; without a pipeline, all of a forward pass."""
-        return (
-            self.parallelism.pp_microbatch_size
-            if self.parallelism.pp > 1
-            else self.local_batch_size
-        )
+        if self.parallelism.pp > 1:
+            return self.parallelism.pp_microbatch_size
+        return self.local_batch_size
 
     @property
     def microbatches(self) -> int:
@@ -160,7 +158,8 @@ class Job:
     def compiles(self, *, on_gpu: bool) -> bool:
         """Whether steps call the compiler.
 
-        They do with ``compile.enable``. On GPUs FlexAttention and some optimizers do without it.
+        They do with ``compile.enable``. On GPUs, FlexAttention and some optimizers call the compiler
+        even if ``compile.enable`` is false.
         """
         needs_compiler = self.training.attention == "flex" or self.optimizer.compiles(
             self.precision.master_dtype

@@ -201,21 +201,20 @@ def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool
     """
     path = folder / shard.folder
     meta = read_meta(path)
-    files = files_of(split)
+    tokens_file, starts_file = files_of(split)
     if check and xxhash.xxh3_64_hexdigest((path / META).read_bytes()) != shard.meta_xxh3_64:
         raise Damaged(f"{META} does not have the checksum in {MANIFEST}")
-    expected = {file: meta["files"][file] for file in files}
+    expected = {file: meta["files"][file] for file in files_of(split)}
     if check:
         check_files(path, expected)
     else:
         check_sizes(path, expected)
-    tokens, starts = (
-        map_file(
-            str(path / file), dtype, 0, meta["files"][file]["size"] // np.dtype(dtype).itemsize
-        )
-        for file, dtype in zip(files, (meta["dtype"], "int64"), strict=True)
-    )
-    return TokenizedSplit(tokens, starts, name)
+
+    def mapped(file: str, dtype: str) -> np.ndarray:
+        length = meta["files"][file]["size"] // np.dtype(dtype).itemsize
+        return map_file(str(path / file), dtype, 0, length)
+
+    return TokenizedSplit(mapped(tokens_file, meta["dtype"]), mapped(starts_file, "int64"), name)
 
 
 def open_shards(folder: Path, split: str, *, check: bool = True) -> list[TokenizedSplit]:
@@ -350,7 +349,8 @@ class CorpusWriter(ShardWriter):
         document = 0
         for shard in range(len(self.shards)):
             if self.missing(shard):
-                # A document's number only decides whether it is held out.
+                # The documents after it have no numbers yet. A number only decides whether its
+                # document is held out.
                 if self.held_out > 0:
                     return None
                 continue
@@ -398,7 +398,8 @@ class CorpusWriter(ShardWriter):
                     [is_held_out(number, self.held_out) for number in numbers], dtype=bool
                 )
                 starts = np.append(index.starts, index.num_tokens)
-                # Runs of documents of one split are copied from the map, whatever their length.
+                # Consecutive documents of one split are copied at once, whatever their length. The
+                # value put before the first document differs from its own, so it is one of firsts.
                 firsts = np.flatnonzero(np.diff(held, prepend=~held[:1])).tolist()
                 for first, end in pairwise([*firsts, len(held)]):
                     split = "validation" if held[first] else "train"
@@ -421,6 +422,7 @@ class CorpusWriter(ShardWriter):
         for number in range(len(self.shards)):
             folder = self.folder(number)
             meta = read_meta(folder)
+            # The file of starts has 8 bytes for each document.
             documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
             held = Counts(meta["tokens"], documents)
             checksum = xxhash.xxh3_64_hexdigest((folder / META).read_bytes())

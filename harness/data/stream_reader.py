@@ -95,15 +95,13 @@ class RowReader:
 
     def read(self, position: Position) -> Iterator[TokenizedDocument]:
         """Yield the documents from ``position`` on, without end."""
-        texts = (
-            self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
-        )
-        for start, text in texts:
+        texts = self._texts if self.shuffle_buffer is None else self._shuffled_texts
+        for start, text in texts(position):
             tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)
             yield TokenizedDocument(start, np.asarray(tokens, dtype=np.int32))
 
     def close(self) -> None:
-        """Stop background work; call ``read`` to continue."""
+        """Stop background work, of which this reader has none; call ``read`` to continue."""
 
     def _texts(self, position: Position) -> Iterator[_Text]:
         number = position["part"]
@@ -174,15 +172,16 @@ class RowReader:
         return self._num_parts // gcd(self._num_parts, self.rows)
 
     def _part(self, number: int) -> tuple[Any, int]:
-        """Return the part that the row reads after ``number`` others.
+        """Return the part that the row reads after ``number`` others, as a shard and a remainder.
 
-        It is the examples of a shard whose number leaves the second value when divided by ``_cuts``.
+        Dividing the numbers of the part's examples by ``_cuts`` leaves this remainder.
         """
         from datasets.distributed import split_dataset_by_node
 
         pass_, part = divmod(self.row + number * self.rows, self._num_parts)
         if self.shuffle_buffer is not None:
-            part = int(random_stream("parts", self.seed, pass_).permutation(self._num_parts)[part])
+            order = random_stream("parts", self.seed, pass_).permutation(self._num_parts)
+            part = int(order[part])
         shards = self.dataset.n_shards
         cut, shard = divmod(part, shards)
         # With as many ranks as there are shards, the split of a rank is one shard.
@@ -215,7 +214,7 @@ class RowStream:
         self._seek(self._reader.beginning, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Start of the next sample: a position of ``stream_reader.py``, and ``offset`` tokens into it."""
+        """Start of the next sample: the position of a document, and ``offset``, a number of tokens in it."""
         position = self._documents[0].position if self._documents else self._position
         return {**position, "offset": self._offset}
 

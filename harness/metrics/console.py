@@ -16,8 +16,8 @@ _logger = logging.getLogger(__name__)
 class PlainConsole:
     """Shows progress, metrics and messages of a run: one flushed line per row.
 
-    Without a stream it shows nothing. Warnings then go to the log of the process: they say that
-    requested output is lost.
+    Without a stream it shows nothing. Its warnings then go to the log of the process, because they
+    say that requested output is lost.
     """
 
     def __init__(self, total_steps: int, stream: TextIO | None) -> None:
@@ -44,6 +44,7 @@ class PlainConsole:
                 prefix = metric.name.removesuffix("*")
                 keys = [key for key in row if key.startswith(prefix)]
             shown += [metric.format(key, row[key]) for key in keys if row.get(key) is not None]
+        # A metric may give an empty text for a value that is not worth a place.
         return "  ".join(filter(None, shown))
 
     def message(self, text: str) -> None:
@@ -61,7 +62,7 @@ class PlainConsole:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Show the final values of a run, except those that are None.
 
-        A failed run has only an exit code, and nothing is shown of it.
+        Nothing is shown of a failed run, whose only value is its exit code.
         """
         if values.keys() == {"exit_code"}:
             return

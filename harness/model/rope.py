@@ -139,6 +139,7 @@ def _both(
 
 
 def _rotated(x_BTHD: Tensor, table_2TD: Tensor, direction: int, interleaved: bool) -> Tensor:
+    """Rotate a tensor forward (1) or back (-1). If interleaved, only the tensor before the rotation is."""
     if interleaved and direction == 1:
         x_BTHD = x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     cos, sin = table_2TD.unsqueeze(-2)
@@ -155,11 +156,12 @@ def turn(
     """Rotate queries and keys in one kernel, forward (1) or back (-1)."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     B, T, H, D = q.shape
-    sizes = D // 2, H, k.shape[2]
+    K = k.shape[2]
+    half = D // 2
     out = q.new_empty(q.shape), k.new_empty(k.shape)
     by_batch = 0 if table.ndim == 3 else table.stride(1)
     strides = *q.stride()[:3], *k.stride()[:3], by_batch, table.stride(-2)
-    padded = map(triton.next_power_of_2, sizes)
+    padded = map(triton.next_power_of_2, (half, H, K))
     _turn[B * T,](
         q,
         k,
@@ -167,9 +169,10 @@ def turn(
         table,
         table[1],
         T,
-        *sizes[1:],
+        H,
+        K,
         *strides,
-        sizes[0],
+        half,
         *padded,
         direction,
         interleaved,

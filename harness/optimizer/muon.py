@@ -56,10 +56,15 @@ def orthogonalize(x_BOI: Tensor) -> Tensor:
         return x_BOI
     a, b, c = COEFFICIENTS
     tall = x_BOI.shape[1] > x_BOI.shape[2]
-    x, other = (each.mT if tall else each for each in (x_BOI, torch.empty_like(x_BOI)))
+    x = x_BOI
+    other = torch.empty_like(x_BOI)
+    if tall:
+        x = x.mT
+        other = other.mT
     # The 2-norm of the elements is at least the largest singular value.
     x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=EPS))
-    gram, polynomial = (x.new_empty(x.shape[0], x.shape[1], x.shape[1]) for _ in range(2))
+    gram = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+    polynomial = torch.empty_like(gram)
     multiply = torch.bmm
     add_product = torch.baddbmm
     if len(x) == 1:
@@ -133,6 +138,7 @@ class Muon(OwnOptimizer):
         applied = None if self.found_inf is None else self.applied.float()  # type: ignore[union-attr]
         # While one round computes, the exchanges of the rounds before and after it run. So a round
         # is applied after the next one has computed.
+        # Slices of the rounds hold one round, or none if there is no such.
         arriving = [first.gather(applied) for first in self.rounds[:1]]
         for units in self.local_rounds:
             found = self.nesterov(units, applied)
@@ -159,7 +165,8 @@ class Muon(OwnOptimizer):
         together: dict[Any, list[MatrixGroup]] = defaultdict(list)
         for unit in updates:
             on_cpu = updates[unit].device.type == "cpu"
-            together[unit if on_cpu else updates[unit].shape[1:]].append(unit)
+            key: Any = unit if on_cpu else updates[unit].shape[1:]
+            together[key].append(unit)
         done: dict[MatrixGroup, Tensor] = {}
         for units in together.values():
             # A single matrix is not copied.
@@ -199,20 +206,20 @@ class Muon(OwnOptimizer):
     def add(self, updates: dict[MatrixGroup, Tensor], applied: Tensor | None) -> None:
         """Apply orthogonalized updates to units' local shards."""
         for index, group in enumerate(self.param_groups):
-            held = [(unit, self.tensors[unit.tensor]) for unit in updates]
-            held = [(unit, each) for unit, each in held if each.group_index == index]
-            stored = [each.stacked(each.parameter)[unit.first : unit.stop] for unit, each in held]
+            pairs = [(unit, self.tensors[unit.tensor]) for unit in updates]
+            pairs = [(unit, held) for unit, held in pairs if held.group_index == index]
+            stored = [held.stacked(held.parameter)[unit.first : unit.stop] for unit, held in pairs]
             values = [each.float() for each in stored]
             rate: Any = group["lr"] if applied is None else group["lr"] * applied
-            rates = {scale: rate * scale for scale in {each.scale for _, each in held}}
+            rates = {scale: rate * scale for scale in {held.scale for _, held in pairs}}
             if values:
                 torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
-            for target, value, (unit, each) in zip(stored, values, held, strict=True):
+            for target, value, (unit, held) in zip(stored, values, pairs, strict=True):
                 update = updates[unit].to(value.device)
                 if applied is None:
-                    value.add_(update, alpha=-rates[each.scale])
+                    value.add_(update, alpha=-rates[held.scale])
                 else:
-                    value.addcmul_(update, rates[each.scale], value=-1)
+                    value.addcmul_(update, rates[held.scale], value=-1)
                 if target.dtype != torch.float32:
                     target.copy_(value)
 
@@ -272,6 +279,7 @@ def _find_holders(
     placements: tuple[Placement, ...] = (),
 ) -> tuple[int, list[_Holder]]:
     """Return how many matrices of a stack this rank has a piece of, and all their holders by rank."""
+    # A tensor of two dimensions is a stack of one matrix: its range of matrices is put first.
     if group is None or mesh is None:
         stack, *whole = [range(1), *map(range, shape)][-3:]
         return len(stack), [_Holder(0 if group is None else group.rank(), (), *whole)]
@@ -390,19 +398,23 @@ class _Round:
         )
 
     def _exchange(self, route: _Route, values: list[Tensor]) -> _Exchange:
-        lengths = [0] * self.muon.ranks, [0] * self.muon.ranks
+        to_ranks = [0] * self.muon.ranks
+        from_ranks = [0] * self.muon.ranks
         for piece in route.sent:
-            lengths[0][piece.receiver] += prod(piece.shape)
+            to_ranks[piece.receiver] += prod(piece.shape)
         for piece in route.received:
-            lengths[1][piece.sender] += prod(piece.shape)
-        device = self.muon.tensors[self.units[0].tensor].device
-        sent, received = (
-            torch.empty(sum(each), dtype=self.muon.dtype, device=device) for each in lengths
+            from_ranks[piece.sender] += prod(piece.shape)
+        empty = partial(
+            torch.empty,
+            dtype=self.muon.dtype,
+            device=self.muon.tensors[self.units[0].tensor].device,
         )
+        sent = empty(sum(to_ranks))
+        received = empty(sum(from_ranks))
         parts = sent.split([x.numel() for x in values])
         _copy([part.view(x.shape) for part, x in zip(parts, values, strict=True)], values)
         work = dist.all_to_all_single(
-            received, sent, lengths[1], lengths[0], group=self.muon.group, async_op=True
+            received, sent, from_ranks, to_ranks, group=self.muon.group, async_op=True
         )
         return _Exchange(route.received, received, sent, work)
 

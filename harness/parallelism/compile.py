@@ -51,10 +51,10 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     # it is 0.
     torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if layout.tp > 1:
-        # torch 2.13 looks traced graphs up by the mesh of their DTensors, which is the same on all
-        # ranks. In the loss of a split vocabulary each rank has its own rows, so it would get
-        # another rank's graph (github.com/pytorch/pytorch/issues/188390). Kernels stay cached, by
-        # their source.
+        # torch 2.13 finds a traced graph by the mesh of its DTensors, which is the same on all ranks.
+        # In the loss of a split vocabulary each rank has its own rows, so it would get another
+        # rank's graph (github.com/pytorch/pytorch/issues/188390). Kernels stay cached: they are
+        # found by their source.
         torch._functorch.config.enable_autograd_cache = False
         torch._functorch.config.enable_remote_autograd_cache = False
     # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
@@ -80,7 +80,7 @@ def apply_compile(
         # a type of tensor that was not traced (torch 2.13).
         for entry in part.entries:
             entry.register_forward_hook(_wait)
-    # By default torch compiles the second length for all lengths, which is slower.
+    # None lets torch compile a second length for all lengths, which is slower; False compiles each.
     dynamic = None if lengths == 1 else False
     compiled = partial(torch.compile, backend=config.backend, fullgraph=True, dynamic=dynamic)
     for block in part.blocks.values():

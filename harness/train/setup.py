@@ -41,6 +41,7 @@ def local_rank() -> int:
 
 
 def _from_launcher(name: str, default: int) -> int:
+    """Return a number that a launcher put into the environment; without a launcher, ``default``."""
     return int(os.environ.get(name, default)) if "RANK" in os.environ else default
 
 
@@ -151,7 +152,7 @@ def rendezvous(job: Job) -> dist.Store:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"harness-{attempt}", connected)
         arrived = store.add("arrived", 1)
-        # Rank 0 says how many ranks it waits for.
+        # Only rank 0 says how many ranks are missing, and it says so once.
         shown_at = time.monotonic() + WAITING_SECONDS if rank == 0 else deadline
         while arrived < job.world_size:
             missing = f"{job.world_size - arrived} of {job.world_size} ranks at {host}:{port}"
@@ -204,7 +205,7 @@ def process_group(
                 backend_of(device), store=dist.HashStore(), rank=0, world_size=1
             )
         else:
-            # Ranks of another launcher come with a store.
+            # Ranks that met by ``rendezvous`` come with its store; a stop signal ends one that waits.
             with nullcontext() if store is None else stop_signals_end():
                 dist.init_process_group(
                     backend_of(device),

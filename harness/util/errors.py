@@ -82,7 +82,9 @@ class ConfigError(UserError):
 
 def missing_package(error: BaseException) -> UserError | None:
     """The user's error for an optional package that could not be imported; None for any other error."""
-    name = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    name = (error.name or "").split(".")[0]
     if name not in EXTRAS:
         return None
     return UserError(
@@ -128,6 +130,7 @@ def as_typed(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    # An empty string inside of a list or mapping is shown with its quotes.
     if isinstance(value, list | tuple):
         return f"[{','.join(as_typed(each) or repr(each) for each in value)}]"
     if isinstance(value, dict):
@@ -161,4 +164,5 @@ def divisors(*numbers: int) -> list[int]:
             rest //= factor
             powers.append(powers[-1] * factor)
         found = [divisor * power for divisor, power in product(found, powers)]
+    # What is left is 1, a prime, or a product of primes above the limit.
     return sorted({*found, *(divisor * rest for divisor in found)})

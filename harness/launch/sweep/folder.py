@@ -114,17 +114,17 @@ class SweepFolder:
 
     def add(self, points: Sequence[Point], skipped: Sequence[Skipped]) -> None:
         """Append the points that are not in the file yet."""
-        there = {self._relative(point) for point in self.points()}
-        known = {_identity(each) for each in self.skipped()}
+        known_points = {self._relative(point) for point in self.points()}
+        known_skipped = {_identity(each) for each in self.skipped()}
         rows: list[dict[str, Any]] = [
             {"point": point.id, "run_dir": self._relative(point), "overrides": point.overrides}
             for point in points
-            if self._relative(point) not in there
+            if self._relative(point) not in known_points
         ]
         rows += [
             {"skipped": each.reason, "overrides": each.overrides, "swept": each.swept}
             for each in skipped
-            if _identity(each) not in known
+            if _identity(each) not in known_skipped
         ]
         if rows:
             repair_tail(self.path / FILE)
@@ -151,8 +151,9 @@ class SweepFolder:
             for row in self._rows()
             if "skipped" in row
         ]
-        # Of equal points the first is returned, at the place of the last.
-        return list({_identity(each): each for each in reversed(found)}.values())[::-1]
+        # From the back, so of equal points the dictionary keeps the first, at the place of the last.
+        kept = {_identity(each): each for each in reversed(found)}
+        return list(reversed(kept.values()))
 
     def _relative(self, point: Point) -> str:
         # Relative, so that the folder of all runs can be moved.
@@ -179,9 +180,10 @@ class SweepFolder:
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row. Raise ValueError unless its values are texts, and lists of texts."""
     texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
     for overrides in (row.get("overrides"), row.get("swept", [])):
-        texts += overrides if isinstance(overrides, list) else [None]
+        texts += overrides if isinstance(overrides, list) else [None]  # None is refused below
     if not all(isinstance(text, str) for text in texts) or not row.get("run_dir", "").isprintable():
         raise ValueError("it is neither a point nor a skipped one")
     return row
@@ -199,7 +201,7 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 def points_in(folder: Path, levels: int = 1) -> list[Point]:
     """Return the points of a sweep folder, the run of a run folder, or all runs in the folders below.
 
-    With one level these are all runs of a name.
+    Runs are searched in ``levels`` of folders; with one, the folder of a name gives all its runs.
     """
     sweep = SweepFolder(folder)
     if sweep.exists:
@@ -286,7 +288,8 @@ def unique_points(
 ) -> list[Point]:
     """Return one point for each run folder, with its job.
 
-    ``swept`` are labels: each of their values has a run of its own. None: ``swept_labels``.
+    ``swept`` are labels: each of their values has a run of its own. None stands for those that
+    ``swept_labels`` finds.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
     if of_command := COMMAND_LABELS.intersection(swept):

@@ -71,20 +71,24 @@ class InferenceJob(Job):
 
     @classmethod
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
-        """Return overrides with ``checkpoint=PATH`` as the field it is short for, and the weights' model."""
-        spelled = [
-            f"{cls.WEIGHTS}={each.removeprefix('checkpoint=')}"
-            if each.startswith("checkpoint=")
-            else each
-            for each in overrides
-        ]
+        """Return overrides that name the field ``checkpoint=PATH`` is short for, and the weights' model."""
+        spelled = []
+        for each in overrides:
+            if each.startswith("checkpoint="):
+                spelled.append(f"{cls.WEIGHTS}={each.removeprefix('checkpoint=')}")
+            else:
+                spelled.append(each)
         parsed = [parse(each) for each in spelled]
         if last_text(parsed, cls.WEIGHTS) and last_text(parsed, "model") is None:
             spelled.insert(0, f"model={FROM_CONFIG}")
         return spelled
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Also fix what generation and evaluation have no use for; ConfigError names what is refused."""
+        """Resolve the job, and fix the fields that inference has no use for.
+
+        Raises:
+            ConfigError: a field of ``FIXED`` has another value, or a rule is broken.
+        """
         fixed = FIXED | FIXED_TO_GENERATE if self.GENERATES else FIXED
         for name, (only, reason) in fixed.items():
             value = attrgetter(name)(self)
@@ -112,8 +116,9 @@ class InferenceJob(Job):
 def use_checkpoint(
     job: Any, overrides: list[str], field: str, *, has_text: bool = True
 ) -> tuple[Any, WeightFolder]:
-    """Find the weights of an ``InferenceJob``, whose model is theirs already; return the job with
-    their tokenizer, and the weights.
+    """Return an ``InferenceJob`` with the tokenizer of its weights, and the weights.
+
+    Its model is that of the weights already.
 
     Args:
         field: its field with the path.
@@ -134,6 +139,7 @@ def use_checkpoint(
         sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
     if not has_text:
         return job, found
+    # ``own`` is the tokenizer of the weights, ``tokenizer`` the one that overrides choose.
     file = Path(found.path) / "tokenizer.json"
     own = choose_tokenizer(job, [], found)
     if own is None and found.kind == "hf" and file.is_file():
@@ -152,12 +158,13 @@ def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: Weigh
     try:
         theirs = build_tokenizer(dataclasses.replace(own, bos="", eos=""))
         is_same = gives_same_ids(build_tokenizer(chosen), theirs)
-    except (
-        DataError
-    ):  # the file is not where it was; one that is chosen is read again, and its error shown
+    except DataError:
+        # The file is not where it was. If it is that of the chosen tokenizer, its error is shown when
+        # it is read again.
         return
     if not is_same:
-        own_name, name = (config.path or config.kind for config in (own, chosen))
+        own_name = own.path or own.kind
+        name = chosen.path or chosen.kind
         rule = f"the tokenizer of {found.path} is {own_name}, and {name} gives other ids"
         sys.stderr.write(f"WARNING {rule}; would work: no tokenizer= at all\n")
 
@@ -165,7 +172,7 @@ def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: Weigh
 def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
     """Call ``function(job, device, *arguments)`` on every rank; return rank 0's result.
 
-    Under torchrun, the call is this rank's, and so is the result.
+    Under torchrun every rank runs this: it calls the function once, and returns this rank's result.
 
     Args:
         job: the resolved job.
@@ -196,7 +203,7 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
 
 
 def _error_of(kind: str, message: str) -> HarnessError:
-    """The error of one line for a failure of a rank."""
+    """Return the error that reports the failure of a rank in one line."""
     if kind == "out_of_memory":
         works = "a smaller batch_size, or more ranks that share the weights"
         return MachineError(f"out of memory: {one_line(message)}; would work: {works}")

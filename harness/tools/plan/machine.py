@@ -18,11 +18,11 @@ from harness.tools.plan.constants import (
 )
 from harness.util.hardware import Accelerator
 
-# Boards of up to four of these have no switch (docs.nvidia.com, vGPU, NVSwitch lists boards of
-# eight only).
+# Boards of up to four of these have no switch. The list of boards with NVSwitch in NVIDIA's
+# documentation of vGPU (docs.nvidia.com) has only boards of eight.
 DIRECTLY_WIRED = ("A100 SXM", "H100 SXM", "H100 96GB", "H200 SXM", "GH200")
-# Tile size that cuBLAS and CUTLASS choose on Hopper for large matrices, and smaller ones with their
-# speed; assumed, 0.8 to 0.95 and 0.6 to 0.8.
+# The tile that cuBLAS and CUTLASS choose on Hopper for large matrices, and the speed of smaller tiles
+# relative to it. These speeds are assumed, from 0.8 to 0.95 and from 0.6 to 0.8.
 TILE = (128, 256)
 TILES = {TILE: 1.0, (128, 128): 0.9, (64, 128): 0.7}
 
@@ -101,7 +101,8 @@ class Machine:
 
     def busiest(self, ranks: int, experts: int) -> float:
         """Expected rows of the busiest of ``ranks`` with ``experts`` each, as a multiple of their mean."""
-        return 1.0 + self.constants.imbalance / max(1, experts) ** 0.5 * largest_of(ranks)
+        deviation = self.constants.imbalance / max(1, experts) ** 0.5
+        return 1.0 + deviation * largest_of(ranks)
 
     @cached_property
     def contention(self) -> float:
@@ -177,20 +178,20 @@ def largest_of(number: int) -> float:
 def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
     """Fraction of the multiprocessors' speed that the tiles of a product use, over all waves.
 
-    cuBLAS chooses the tile of a single product, so that values beyond its edge cost little; of many
-    in one kernel, they cost as much as others.
+    For a single product cuBLAS chooses a tile of which little lies beyond the edge of the result. In
+    a kernel of several products, values beyond the edge cost as much as others.
     """
 
-    def waves(tiles: int) -> float:
+    def busy_share(tiles: int) -> float:
         return tiles / (ceil(tiles / units) * units)
 
     if groups > 1:
         down = ceil(rows / TILE[0])
         across = ceil(outputs / TILE[1])
         used = rows * outputs / (down * TILE[0] * across * TILE[1])
-        return used * waves(groups * down * across)
+        return used * busy_share(groups * down * across)
     return max(
-        share * waves(ceil(rows / height) * ceil(outputs / width))
+        share * busy_share(ceil(rows / height) * ceil(outputs / width))
         for (height, width), share in TILES.items()
     )
 
@@ -260,10 +261,11 @@ def _group(
 
 @lru_cache(maxsize=4096)
 def neighbours(degree: int, stride: int, size: int, world: int) -> int:
-    """Return how many of ``degree`` ranks, ``stride`` apart, are on the same ``size`` neighbouring ranks.
+    """Return how many ranks of a group are on one node.
 
-    Groups may divide a node unevenly, e.g. groups of 12 on nodes of 8. The result is the smallest
-    share, which is the slowest part of a collective.
+    The group has ``degree`` ranks, ``stride`` apart; a node has ``size`` neighbouring ranks. Groups
+    may divide a node unevenly, e.g. groups of 12 on nodes of 8. The result is the smallest number,
+    which makes the slowest part of a collective.
     """
     extent = degree * stride
     least = size
@@ -275,7 +277,9 @@ def neighbours(degree: int, stride: int, size: int, world: int) -> int:
         end = (number + 1) * extent
         if start // size == (end - 1) // size:
             continue  # all of them are neighbours
-        least = min(least, -start % size or size, end % size or size)
+        on_first = -start % size or size
+        on_last = end % size or size
+        least = min(least, on_first, on_last)
     return max(1, least // stride)
 
 

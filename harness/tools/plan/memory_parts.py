@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from harness.config.job import Job
 from harness.model.architecture import block_kinds
@@ -88,7 +87,10 @@ class ActivationBytes(Memo):
         """Names of the linears whose weights FSDP gathers in float8."""
 
     def total(self, tensors: Iterable[SavedTensor], *, in_block: bool = True) -> float:
-        """Bytes of those tensors that are saved, per microbatch; only blocks are compiled."""
+        """Sum the bytes, per microbatch, of those tensors that are saved.
+
+        Compiled code saves fewer, and only blocks are compiled.
+        """
         left_out = set[SavedBy]() if self.cpu else {SavedBy.COMPOSITE_NORM}
         if in_block and self.compiled:
             left_out = {SavedBy.EAGER, SavedBy.COMPOSITE_NORM}
@@ -121,26 +123,30 @@ class ActivationBytes(Memo):
     def _ring(self) -> float:
         """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
 
-        Keys and values that are sent, and those of all ranks or of the last two; gradients of the
-        step before; in float32 their sums, those of keys and values also as sent and as received.
+        In the compute dtype they are the keys and values that are sent, those of all ranks or of the
+        last two, and the gradients of one step: of queries, keys and values. In float32 they are the
+        sums of these gradients. Those of keys and values exist three times: also as sent, and as
+        received.
         """
         layout = self.job.parallelism
         model = self.job.model
         if layout.cp == 1 or layout.cp_method != "ring":
             return 0.0
         queries = model.n_heads * model.head_width
-        declared = model.n_kv_heads * (model.head_width + model.value_width)
-        both = 2 * queries if self.software.repeats_keys else declared
+        stored = model.n_kv_heads * (model.head_width + model.value_width)
+        both = 2 * queries if self.software.repeats_keys else stored  # keys and values
         copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
         compute = self.sizes["compute"]
         each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
-        each += 2 * compute * (both - declared)  # they and their gradients
+        each += 2 * compute * (both - stored)  # what repetition adds, and its gradients
         return self.tokens * each / self.degree[INNER]
 
     def _without_recomputation(self, declared: PartActivations, layer: int) -> float:
-        """Bytes that a block saves where torch's partitioner chooses. With 8-bit products it saves results of
-        products in the place of inputs, which it computes and casts again, and the last one's
-        input, cast."""
+        """Bytes that a block saves if it is not recomputed.
+
+        With 8-bit products the compiler saves results of products in place of their inputs,
+        which backward computes and casts again. Of the last product it saves the input, cast.
+        """
         everything = self.total(declared.kept)
         mode = self.job.activation_checkpoint.mode
         chosen = self.compiled and mode not in ("full", "selective_op")
@@ -159,9 +165,9 @@ class ActivationBytes(Memo):
     def _recomputed(
         self, declared: PartActivations, layer: int, everything: float
     ) -> tuple[float, float]:
-        """Bytes that a recomputed block saves, and those of them that its recomputation has not.
+        """Return the bytes that a recomputed block saves, and those of them that it does not recompute too.
 
-        ``everything`` are those that it saves without recomputation.
+        ``everything`` are the bytes that it saves without recomputation.
         """
         ac = self.job.activation_checkpoint
         entering = self.stream
@@ -200,13 +206,14 @@ class ActivationBytes(Memo):
             # Those of the router and of shared experts are inside of compiled pieces.
             attention = tuple(each for each in products if not each.name.startswith("moe."))
             halves = [attention, tuple(each for each in products if each.name in GROUPED)]
-        chosen = chain.from_iterable(half[nth - 1 :: nth] for half in halves if nth)
+        chosen: list[SavedTensor] = []
+        if nth:  # 0 saves no product
+            for half in halves:
+                chosen += half[nth - 1 :: nth]
         # The compiler drops a summand whose sum is saved.
-        sums = self.compiled and layout.tp > 1
-        saved = [
-            *declared.always_saved,
-            *(each for each in chosen if not (sums and each.cut is PARTIAL)),
-        ]
+        if self.compiled and layout.tp > 1:
+            chosen = [each for each in chosen if each.cut is not PARTIAL]
+        saved = [*declared.always_saved, *chosen]
         # Collectives, but not gathers.
         if layout.tp > 1:
             saved += [SavedTensor("sum", model.dim, STREAM)] * 2

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from harness.config.job import Job, differing_numerics
@@ -18,7 +17,7 @@ from harness.util.document import Block, Document, Figure
 from harness.util.tables import Column, Table
 from harness.util.words import plural, shortened
 
-# Characters of a list of fields.
+# Most characters of a list of fields that is shown.
 LONGEST_LIST = 110
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
@@ -92,7 +91,9 @@ def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
     ordered = fastest_first(row for row in rows if row["state"] != "skipped")
     notes = []
     jobs = [job for job in map(job_of, ordered) if job is not None]
-    differ = list(dict.fromkeys(chain(*(differing_numerics(jobs[0], job) for job in jobs[1:]))))
+    differ: dict[str, None] = {}
+    for job in jobs[1:]:
+        differ |= dict.fromkeys(differing_numerics(jobs[0], job))
     if differ:
         named = shortened(", ".join(differ), LONGEST_LIST)
         notes.append(f"The numerics of runs differ ({named}): compare losses as well as speed.")
@@ -129,18 +130,21 @@ def _summary(rows: Sequence[Row]) -> list[str]:
 
 
 def constants_in_words(calibration: Calibration | None) -> list[str]:
-    """Name the source of calibrated constants: a prediction of rows they were fitted to is no forecast."""
-    source = None if calibration is None else calibration.source or "a calibration"
-    return [] if source is None else [f"The plan's constants are those of {source}."]
+    """Name the source of calibrated constants. For rows that they were fitted to they forecast nothing."""
+    if calibration is None:
+        return []
+    source = calibration.source or "a calibration"
+    return [f"The plan's constants are those of {source}."]
 
 
 def layout_and_schedule(job: Job) -> str:
     """Format degrees as published tables do, and the pipeline schedule: ``FSDP8 TP8 PP8 1F1B``."""
     layout = job.parallelism
     words = []
-    if layout.dp_replicate > 1:
-        shards = f"HSDP{layout.dp_replicate}x{layout.dp_shard}"
-        words.append(shards if layout.dp_shard > 1 else f"DDP{layout.dp_replicate}")
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        words.append(f"HSDP{layout.dp_replicate}x{layout.dp_shard}")
+    elif layout.dp_replicate > 1:
+        words.append(f"DDP{layout.dp_replicate}")
     elif layout.dp_shard > 1:
         words.append(f"FSDP{layout.dp_shard}")
     for axis in ("cp", "tp", "ep", "pp"):

@@ -27,7 +27,7 @@ _COLLECTIVES = {
 }
 # A key without a kernel of its own: it reaches torch's kernel, which is the same for all devices.
 _ORIGINAL = DispatchKeySet(DispatchKey.XPU)
-# Methods of FSDP's parameter groups, and the phase that they are.
+# Methods of FSDP's parameter groups, each with the phase that it belongs to.
 _SHARDING = {
     "unshard": "dp.all_gather",
     "wait_for_unshard": "dp.all_gather",
@@ -65,6 +65,7 @@ class Marks:
                 if isinstance(module, FSDPModule):
                     groups |= {id(group): group for group in parameter_groups(module)}
             for group in groups.values():
+                # The group gets marked methods, which hide those of its class until they are deleted.
                 for name, phase in _SHARDING.items():
                     setattr(group, name, phases.inside(phase)(getattr(group, name)))
                     self._undo.append(partial(delattr, group, name))
@@ -128,8 +129,10 @@ class Marks:
 
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Return the axis of each process group by the group's name."""
-    names = {axis: axis for axis in ("pp", "tp") if mesh.size(axis) > 1}
-    found: dict[str, str] = {mesh.group(axis).group_name: axis for axis in names}
+    found: dict[str, str] = {}
+    for axis in ("pp", "tp"):
+        if mesh.size(axis) > 1:
+            found[mesh.group(axis).group_name] = axis
     if mesh.context is not None:
         found[mesh.context.group_name] = "cp"
     if mesh.experts is not None:

@@ -92,6 +92,7 @@ class LatentWriter(ShardWriter):
         for split, wanted in drawn.items():
             samples = open_pictures(job.data, split, seed=job.training.seed)
             self._samples[split] = samples
+            # Pictures without an end have no number; as many are drawn as the job says.
             count = samples.num_per_epoch or wanted
             assert count is not None, "checked by validate"
             for index, begin in enumerate(range(0, count, config.unit)):
@@ -135,17 +136,17 @@ class LatentWriter(ShardWriter):
         for shard in shards:
             units += self.missing(shard)
         gpus = torch.cuda.device_count() if self._device.type == "cuda" else 0
-        count = min(workers or gpus or 1, len(units))
+        num_processes = min(workers or gpus or 1, len(units))
         batches = sum(-(-unit.nbytes // self._job.encode.batch_size) for unit in units)
         with progress(batches, seconds=_SECONDS_BETWEEN_LINES) as show:
 
             def advance(unit: EncodeUnit, count: int) -> None:
                 show(unit.name)
 
-            if count > 1:
+            if num_processes > 1:
                 prepare = partial(_prepare, self._job, self._device.type)
                 processes = Workers(prepare, "encoded", "fewer encode.workers")
-                processes.run(units, count, advance)
+                processes.run(units, num_processes, advance)
                 return
             for unit in units:
                 self.write_unit(unit, partial(advance, unit))
@@ -176,6 +177,7 @@ class LatentWriter(ShardWriter):
         path = self.target / f"{unit.name}.safetensors"
         write_atomically(path, save(rows))
         write_atomically(self.target / f"{unit.name}.json", json.dumps(captions).encode())
+        # The embedding of an empty caption is written once, with the first unit.
         if unit.number == 0:
             text, pooled = encoder.encode([""])
             write_atomically(
