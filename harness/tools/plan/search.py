@@ -39,7 +39,8 @@ from harness.util.hardware import ACCELERATORS
 from harness.util.words import gib, plural
 
 MOST_LAYOUTS = 20_000
-"""Limit of a search: a few minutes."""
+MOST_POINTS = 1_000_000
+"""Limits of a search: a few minutes."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +183,7 @@ class Search:
         space = self.space
         layouts = list(islice(space.layouts(), MOST_LAYOUTS + 1))
         if len(layouts) > MOST_LAYOUTS:
-            raise UserError(
-                f"cluster.ranks={space.world}: a search of more than {MOST_LAYOUTS:,} layouts takes too "
-                "long; would work: fewer ranks, or fixed degrees such as parallelism.tp=8"
-            )
+            raise self._too_many(f"{MOST_LAYOUTS:,} layouts")
         if not layouts:
             axes = ", ".join(
                 sorted(name for name in space.typed if name.startswith("parallelism."))
@@ -196,6 +194,7 @@ class Search:
             )
         self.layouts = len(layouts)
         groups = list[list[LayoutPoint]]()
+        legal = 0
         for layout in layouts:
             for group in space.groups(*layout):
                 self.points += len(group)
@@ -203,7 +202,16 @@ class Search:
                     self._count_illegal(error, len(group))
                 else:
                     groups.append(group)
+                    legal += len(group)
+            if legal > MOST_POINTS:
+                raise self._too_many(f"{MOST_POINTS:,} ways to run {plural(space.world, 'rank')}")
         return groups
+
+    def _too_many(self, what: str) -> UserError:
+        return UserError(
+            f"cluster.ranks={self.space.world}: a search of more than {what} takes too long; would work: "
+            "fewer ranks, or fixed degrees such as parallelism.tp=8"
+        )
 
     def _broken(self, group: Sequence[LayoutPoint]) -> ConfigError | None:
         """The rule that a mesh and schedule breaks with passes of every size; None if one size is legal."""
