@@ -47,11 +47,15 @@ def _fails(_):
 def test_gpus_that_torch_cannot_use_fail(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: 580.65.06")
+    monkeypatch.setattr("harness.train.setup.DRIVER", driver)
     code, found = rows(capsys)
     assert code == EXIT_USER and "sees no CUDA device" in found["driver"][0]
     works = "cpu, or on a node with GPUs a build of torch for the CUDA that nvidia-smi shows"
     assert found["driver"][1:] == ("fail", works)
     # A card without any driver.
+    driver.unlink()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "pci" / "0").mkdir(parents=True)
     for name, text in (("vendor", "0x10de\n"), ("class", "0x030200\n")):
