@@ -398,8 +398,8 @@ class CorpusWriter(ShardWriter):
                     [is_held_out(number, self.held_out) for number in numbers], dtype=bool
                 )
                 starts = np.append(index.starts, index.num_tokens)
-                # Consecutive documents of one split are copied at once, whatever their length. The
-                # value put before the first document differs from its own, so it is one of firsts.
+                # Consecutive documents of one split are copied at once, whatever their length. They
+                # begin where ``held`` changes, and at the first document.
                 firsts = np.flatnonzero(np.diff(held, prepend=~held[:1])).tolist()
                 for first, end in pairwise([*firsts, len(held)]):
                     split = "validation" if held[first] else "train"

@@ -34,7 +34,7 @@ ROWS_PER_READ = 256
 _BLOCK_BYTES = 1 << 20
 _PART_BYTES = 1 << 24
 LONG_FILE_BYTES = 1 << 26
-"""A longer text file is read in parts."""
+"""A text file of as many bytes or more is read in parts."""
 LONGEST_LINE = 100_000_000
 """Bytes of a line of JSON; a longer one is no document, and would fill the memory."""
 EMPTY = "holds no text: every document is empty"

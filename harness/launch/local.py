@@ -50,8 +50,8 @@ killed."""
 # Time that ranks have after one has failed, to notice it and to record their progress. A rank that
 # hangs in a collective never notices.
 LEAVING_SECONDS = 2.0
+# The same where ranks that run out of memory write a snapshot of it, which takes seconds.
 SNAPSHOT_SECONDS = 60.0
-"""The same where ranks that run out of memory write snapshots of it."""
 
 
 def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
