@@ -329,13 +329,13 @@ def _tail(rows: Sequence[Held]) -> str:
 
 def bands(held: Sequence[Held]) -> str:
     """The constants of harness/tools/plan/evidence.py, as Python."""
-    text = ""
-    for name, kind in (("EVIDENCE", SPEED), ("MEMORY", MEMORY)):
-        text += f"{name} = {{\n"
+    text = "EVIDENCE = {\n"
+    for name, kind in (("throughput", SPEED), ("memory", MEMORY)):
+        text += f'    "{name}": {{\n'
         for group, band in held_rows.evidence(held, kind).items():
-            text += f'    "{group}": {band},\n'
-        text += "}\n"
-    return f"{text}RESOLUTION = {held_rows.resolution(held)}\n"
+            text += f'        "{group}": {band},\n'
+        text += "    },\n"
+    return f"{text}}}\nRESOLUTION = {held_rows.resolution(held)}\n"
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-from harness.tools.plan.plan import Evidence, Resolution
+from harness.tools.plan.plan import Resolution
+from harness.util.words import plural
 
 FOLDER = Path(__file__).parents[1] / "published"
 FILE = FOLDER / "held_out.csv"
@@ -88,8 +89,8 @@ MEMORY: Kind = (lambda row: row.memory, lambda row: row.kind)
 """Error and class of memory."""
 
 
-def evidence(rows: Sequence[Held], kind: Kind) -> dict[str, Evidence]:
-    """The band of every class with published rows."""
+def evidence(rows: Sequence[Held], kind: Kind) -> dict[str, tuple[float, float, str]]:
+    """The band of every class with published rows, and which rows it comes from."""
     error, class_of = kind
     known = [row for row in rows if error(row) is not None]
     found = {}
@@ -97,9 +98,10 @@ def evidence(rows: Sequence[Held], kind: Kind) -> dict[str, Evidence]:
         own = [row for row in known if class_of(row) == name]
         sources = len({row.source for row in own})
         low, high = _band(known, name, kind)
-        found[name] = Evidence(
-            len(own), sources, round(low, 2), round(high, 2), pooled=sources < FEWEST
-        )
+        by = f"{plural(len(own), 'published row')} of {name} ({plural(sources, 'source')})"
+        if sources < FEWEST:
+            by = f"all published rows ({name} have {len(own)}, of {plural(sources, 'source')})"
+        found[name] = (round(low, 2), round(high, 2), by)
     return found
 
 

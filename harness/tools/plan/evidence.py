@@ -4,13 +4,12 @@ Each published row was planned with constants that were fitted without it;
 experiments/measure/held_out.py prints the bands: published figures divided by planned ones.
 """
 
-import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 from harness.config.job import Job
 from harness.tools.plan.costs import costs_of
-from harness.tools.plan.plan import Evidence, Plan, Resolution
-from harness.util.words import figure, gib, plural
+from harness.tools.plan.plan import Plan, Resolution
 
 GENERATIONS = dict.fromkeys(("H100", "H200", "GH200"), "Hopper") | {"A100": "Ampere"}
 GENERATIONS |= dict.fromkeys(("B200", "GB200", "B300", "GB300"), "Blackwell")
@@ -18,89 +17,92 @@ GENERATIONS |= dict.fromkeys(("MI300X", "MI325X"), "CDNA 3")
 """Generations with published rows, by the first word of an accelerator's name."""
 
 EVIDENCE = {
-    "dense models on Ampere": Evidence(rows=8, sources=1, low=0.74, high=1.25, pooled=True),
-    "dense models on Blackwell": Evidence(rows=30, sources=4, low=0.58, high=1.38, pooled=False),
-    "dense models on CDNA 3": Evidence(rows=4, sources=1, low=0.74, high=1.25, pooled=True),
-    "dense models on Hopper": Evidence(rows=75, sources=7, low=0.91, high=1.25, pooled=False),
-    "mixtures of experts on Blackwell": Evidence(
-        rows=6, sources=1, low=0.6, high=1.35, pooled=True
-    ),
-    "mixtures of experts on Hopper": Evidence(rows=9, sources=3, low=0.74, high=1.25, pooled=True),
+    "throughput": {
+        "dense models on Ampere": (
+            0.74,
+            1.25,
+            "all published rows (dense models on Ampere have 8, of 1 source)",
+        ),
+        "dense models on Blackwell": (
+            0.58,
+            1.38,
+            "30 published rows of dense models on Blackwell (4 sources)",
+        ),
+        "dense models on CDNA 3": (
+            0.74,
+            1.25,
+            "all published rows (dense models on CDNA 3 have 4, of 1 source)",
+        ),
+        "dense models on Hopper": (
+            0.91,
+            1.25,
+            "75 published rows of dense models on Hopper (7 sources)",
+        ),
+        "mixtures of experts on Blackwell": (
+            0.6,
+            1.35,
+            "all published rows (mixtures of experts on Blackwell have 6, of 1 source)",
+        ),
+        "mixtures of experts on Hopper": (
+            0.74,
+            1.25,
+            "all published rows (mixtures of experts on Hopper have 9, of 3 sources)",
+        ),
+    },
+    "memory": {
+        "dense models": (0.88, 1.14, "44 published rows of dense models (5 sources)"),
+    },
 }
-"""Bands of the throughput, by class. A class without published rows is not here."""
-
-MEMORY = {
-    "dense models": Evidence(rows=44, sources=5, low=0.88, high=1.14, pooled=False),
-}
-"""Bands of the peak memory on a GPU, by class. A class without published rows is not here."""
+"""Low and high end of each band, and the rows that it comes from, by class. A class without published rows is
+not here; one of few sources has the band of all rows."""
 
 RESOLUTION = Resolution(off=0.091, pairs=67, tables=8)
 """If two layouts differ by less than this, the plan cannot tell which one is faster."""
 
 
-def class_of(job: Job, accelerator: str) -> str | None:
-    """Return the class of a job, such as "dense models on Hopper"; None without a generation."""
-    generation = GENERATIONS.get(accelerator.split()[0])
-    return None if generation is None else f"{costs_of(job.model).kind(job.model)} on {generation}"
+class Band(NamedTuple):
+    """Where published figures lie around a planned one: the 10th to the 90th percentile."""
+
+    low: float | None
+    high: float | None
+    evidence: str
+    """The rows that it comes from, or why there are none."""
+
+    def in_words(self, form: Callable[[float], str], unit: str) -> str:
+        if self.low is None or self.high is None:
+            return f"no evidence: {self.evidence}"
+        return f"10 to 90 %: {form(self.low)} to {form(self.high)} {unit}, by {self.evidence}"
 
 
-def throughput_band(plan: Plan) -> str | None:
-    """The 10th to 90th percentile of the throughput; None on CPUs and without a throughput."""
-    if plan.accelerator is None or plan.speed is None:
-        return None
-    name, found = _throughput(plan)
-    if found is None:
-        reason = f"no published rows of {name or 'this device'}"
-        if plan.is_calibrated:
-            reason = "the constants were fitted to other runs"
-        return f"no evidence: {reason}"
-    rate = plan.speed.tokens_per_second_per_rank
-    low = figure(rate * found.low)
-    high = figure(rate * found.high)
-    return f"10 to 90 %: {low} to {high} tokens/s a GPU, {_rows_in_words(name or '', found)}"
+def class_of(job: Job, accelerator: str) -> str:
+    """Return the class of a job: ``dense models on Hopper``."""
+    first = accelerator.split()[0]
+    return f"{_kind_of(job)} on {GENERATIONS.get(first, first)}"
 
 
-def memory_band(plan: Plan) -> str | None:
-    """The 10th to 90th percentile of the peak memory, and whether the limit is between them; None on CPUs."""
+def bands_of(plan: Plan) -> dict[str, Band | None]:
+    """Bands of the throughput (tokens/s and device) and the memory (bytes).
+
+    None on CPUs; that of an unknown throughput, too.
+    """
+    bands: dict[str, Band | None] = {"throughput": None, "memory": None}
     if plan.accelerator is None:
-        return None
-    name, found = _memory(plan)
-    if found is None:
-        return f"no evidence: no published memory of {name}"
-    low = plan.peak * found.low
-    high = plan.peak * found.high
-    doubt = ""
-    if plan.memory_limit is not None and low <= plan.memory_limit < high:
-        doubt = f"; it may {'not fit' if plan.fits else 'fit'}"
-    return f"10 to 90 %: {gib(low)} to {gib(high)} GiB, {_rows_in_words(name, found)}{doubt}"
-
-
-def bands_as_dict(plan: Plan) -> dict[str, Any]:
-    """Bands of the throughput (tokens/s and device) and the memory (bytes); None without published rows."""
-    rate = None if plan.speed is None else plan.speed.tokens_per_second_per_rank
-    figures = {"throughput": (rate, *_throughput(plan)), "memory": (plan.peak, *_memory(plan))}
-    bands: dict[str, Any] = dict.fromkeys(figures)
-    for kind, (value, name, found) in figures.items():
-        if found is None or value is None:
-            continue
-        scaled = {"class": name, "low": value * found.low, "high": value * found.high}
-        bands[kind] = dataclasses.asdict(found) | scaled
+        return bands
+    bands["memory"] = _band("memory", _kind_of(plan.job), plan.peak)
+    if plan.is_calibrated:
+        bands["throughput"] = Band(None, None, "the constants were fitted to other runs")
+    elif plan.speed is not None:
+        name = class_of(plan.job, plan.accelerator.name)
+        bands["throughput"] = _band("throughput", name, plan.speed.tokens_per_second_per_rank)
     return bands
 
 
-def _throughput(plan: Plan) -> tuple[str | None, Evidence | None]:
-    name = None if plan.accelerator is None else class_of(plan.job, plan.accelerator.name)
-    return name, None if plan.is_calibrated else EVIDENCE.get(name or "")
+def _kind_of(job: Job) -> str:
+    return costs_of(job.model).kind(job.model)
 
 
-def _memory(plan: Plan) -> tuple[str, Evidence | None]:
-    kind = costs_of(plan.job.model).kind(plan.job.model)
-    return kind, None if plan.accelerator is None else MEMORY.get(kind)
-
-
-def _rows_in_words(name: str, found: Evidence) -> str:
-    """Say which published rows a band comes from."""
-    sources = plural(found.sources, "source")
-    if found.pooled:
-        return f"by all published rows ({name} have {found.rows}, of {sources})"
-    return f"by {plural(found.rows, 'published row')} of {name} ({sources})"
+def _band(of: str, name: str, planned: float) -> Band:
+    if name not in EVIDENCE[of]:
+        return Band(None, None, f"no published {of} of {name}")
+    low, high, evidence = EVIDENCE[of][name]
+    return Band(planned * low, planned * high, evidence)

@@ -161,21 +161,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Published rows of a class of jobs."""
-
-    rows: int
-    sources: int
-    """Documents that the rows come from, each about one cluster."""
-    low: float
-    """Published figure over planned: the 10th percentile."""
-    high: float
-    """The 90th percentile."""
-    pooled: bool
-    """Whether ``low`` and ``high`` are those of all classes, since this one has few sources."""
-
-
-@dataclass(frozen=True)
 class Resolution:
     """Error of the planned speed of one layout relative to another of the same table."""
 

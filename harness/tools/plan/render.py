@@ -9,7 +9,7 @@ from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig, degrees_in_words
 from harness.config.pipeline import num_stages
 from harness.tools.plan.costs import costs_of
-from harness.tools.plan.evidence import bands_as_dict, memory_band, throughput_band
+from harness.tools.plan.evidence import bands_of
 from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory
 from harness.util.tables import Column, Table, aligned_facts, to_text
 from harness.util.words import counted, dollars, figure, gib, plural, seconds
@@ -124,7 +124,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
         "budget": {"steps": job.steps, "tokens": tokens_of(job)}
         | {name: getattr(plan, name) for name in ("gpu_hours", "dollars")},
-        "bands": bands_as_dict(plan),
+        "bands": {of: band and band._asdict() for of, band in bands_of(plan).items()},
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
@@ -270,6 +270,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     job = plan.job
     speed = plan.speed
     unit = device_name(plan)
+    bands = bands_of(plan)
     facts = []
     if speed is None and (plan.accelerator is not None or plan.memory_limit is not None):
         what = "cluster.network_gbps, e.g. 400 (Gbit/s for each device)"
@@ -287,8 +288,8 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         facts.append(
             ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(in_all)} in all{also}")
         )
-        if (band := throughput_band(plan)) is not None:
-            facts.append(("", band))
+        if band := bands["throughput"]:
+            facts.append(("", band.in_words(figure, "tokens/s a GPU")))
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
         model = rate * plan.accounting.flops_per_token_full
         facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
@@ -304,8 +305,12 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
             else f"NO: {used}, {gib(-room)} GiB too many"
         )
         facts.append(("fits", fits))
-    if (band := memory_band(plan)) is not None:
-        facts.append(("", band))
+    if band := bands["memory"]:
+        doubt = ""
+        limit = plan.memory_limit
+        if limit and band.low and band.high and band.low <= limit < band.high:
+            doubt = "; it may not fit" if plan.fits else "; it may fit"
+        facts.append(("", band.in_words(gib, "GiB") + doubt))
     total = f"{plural(job.steps, 'step')}, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:
         hours = plan.gpu_hours / job.world_size

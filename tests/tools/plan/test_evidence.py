@@ -15,9 +15,9 @@ import pytest
 from harness.compose.composer import compose_job
 from harness.tools.plan import evidence
 from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.plan.evidence import EVIDENCE, MEMORY, RESOLUTION
+from harness.tools.plan.evidence import EVIDENCE, RESOLUTION
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.plan import Evidence
+from harness.tools.plan.plan import Resolution
 from harness.tools.plan.render import as_dict, render
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "measure"))
@@ -28,8 +28,11 @@ import held_rows
 
 def test_the_tables_are_those_of_the_committed_rows():
     rows = held_rows.read()
-    assert held_rows.evidence(rows, held_rows.SPEED) == EVIDENCE
-    assert held_rows.evidence(rows, held_rows.MEMORY) == MEMORY
+    assert held_rows.evidence(rows, held_rows.SPEED) == EVIDENCE["throughput"]
+    assert held_rows.evidence(rows, held_rows.MEMORY) == EVIDENCE["memory"]
+    printed: dict[str, object] = {}
+    exec(held_out.bands(rows), {"Resolution": Resolution}, printed)
+    assert printed == {"EVIDENCE": EVIDENCE, "RESOLUTION": RESOLUTION}
     assert held_rows.resolution(rows) == RESOLUTION
     assert held_out.report(rows) in held_out.REPORT.read_text()
 
@@ -110,14 +113,17 @@ def test_a_response_is_the_plan_with_other_constants():
             "model=llama3_8b cluster.accelerator=MI300X",
             "by all published rows (dense models on CDNA 3 have 4, of",
         ),
-        ("model=llama3_8b cluster.accelerator=L4", "no evidence: no published rows of this device"),
+        (
+            "model=llama3_8b cluster.accelerator=L4",
+            "no evidence: no published throughput of dense models on L4",
+        ),
         (
             "model=qwen3_30b_a3b cluster.accelerator=MI300X",
-            "no evidence: no published rows of mixtures of",
+            "no evidence: no published throughput of mixtures of experts on CDNA 3",
         ),
         (
             "experiment=flux_debug data=drawn_shapes",
-            "no evidence: no published rows of models of pictures",
+            "no evidence: no published memory of models of pictures",
         ),
     ],
 )
@@ -125,29 +131,31 @@ def test_a_plan_says_how_far_it_can_be_trusted(overrides, line):
     typed = ["data=synthetic", "cluster=slurm_h100", *overrides.split(), "precision=bf16"]
     made = make_plan(compose_job(typed))
     assert line in render(made)
-    assert (as_dict(made)["bands"]["throughput"] is None) == line.startswith("no ")
+    assert (as_dict(made)["bands"]["throughput"]["low"] is None) == line.startswith("no ")
 
 
 def test_bands_of_a_plan(monkeypatch):
-    band = Evidence(9, 5, 0.5, 1.5, pooled=False)
-    monkeypatch.setattr(evidence, "MEMORY", {"dense models": band})
-    monkeypatch.setattr(evidence, "EVIDENCE", {"dense models on Hopper": replace(band, high=2.0)})
+    rows = {
+        "throughput": {"dense models on Hopper": (0.5, 2.0, "9 rows")},
+        "memory": {"dense models": (0.5, 1.5, "9 rows")},
+    }
+    monkeypatch.setattr(evidence, "EVIDENCE", rows)
     job = compose_job(["model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"])
     made = make_plan(job)
     assert made.speed is not None
     plain = as_dict(made)["bands"]
     assert plain["throughput"]["high"] == 2 * made.speed.tokens_per_second_per_rank
-    assert (plain["memory"]["low"], plain["memory"]["class"]) == (made.peak / 2, "dense models")
+    assert plain["memory"] == {"low": made.peak / 2, "high": made.peak * 1.5, "evidence": "9 rows"}
     for limit, doubt in (
-        (2.0, None),
+        (2.0, ""),
         (1.2, "; it may not fit"),
         (0.8, "; it may fit"),
-        (0.4, None),
+        (0.4, ""),
     ):
-        found = evidence.memory_band(replace(made, memory_limit=limit * made.peak))
-        assert found is not None and found.endswith(doubt or "(5 sources)")
+        assert f" GiB, by 9 rows{doubt}\n" in render(replace(made, memory_limit=limit * made.peak))
     own = make_plan(job, Calibration(Constants()))
     assert "no evidence: the constants were fitted to other runs" in render(own)
-    assert (
-        as_dict(own)["bands"]["throughput"] is None and as_dict(own)["bands"]["memory"] is not None
-    )
+    bands = as_dict(own)["bands"]
+    assert (bands["throughput"]["low"], bands["memory"]["low"]) == (None, own.peak / 2)
+    on_cpu = as_dict(make_plan(compose_job(["model=llama3_tiny"])))["bands"]
+    assert on_cpu == {"throughput": None, "memory": None}

@@ -16,7 +16,7 @@ from harness.model.accounting import account
 from harness.tools.plan import costs, evidence
 from harness.tools.plan.costs import Costs, costs_of
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.plan import KINDS, PARTS, Action, Evidence, Plan, RankMemory, Speed, Traffic
+from harness.tools.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
 from harness.tools.plan.render import as_dict, render
 from harness.tools.plan.verb import VERB
 from harness.util.encoding import dumps, loads
@@ -84,9 +84,11 @@ def plan_405b():
 
 
 def test_every_line(monkeypatch):
-    rows = Evidence(75, 7, 0.8, 1.5, pooled=False)
-    monkeypatch.setattr(evidence, "EVIDENCE", {"dense models on Hopper": rows})
-    monkeypatch.setattr(evidence, "MEMORY", {"dense models": replace(rows, rows=52)})
+    rows = {
+        "throughput": {"dense models on Hopper": (0.8, 1.5, "75 published rows")},
+        "memory": {"dense models": (0.8, 1.5, "52 published rows")},
+    }
+    monkeypatch.setattr(evidence, "EVIDENCE", rows)
     assert (
         render(plan_405b())
         == """\
@@ -118,10 +120,10 @@ a step, predicted: 16.0 s
   update                       100 ms    0.6%
 
 throughput  256 tokens/s a GPU, 131,072 in all
-            10 to 90 %: 205 to 384 tokens/s a GPU, by 75 published rows of dense models on Hopper (7 sources)
+            10 to 90 %: 205 to 384 tokens/s a GPU, by 75 published rows
 MFU         45.7%, 672.1 TFLOP/s a GPU (full attention)
 fits        yes: the fullest rank takes 57.25 of 75.00 GiB, 17.75 GiB left
-            10 to 90 %: 45.80 to 85.88 GiB, by 52 published rows of dense models (7 sources); it may not fit
+            10 to 90 %: 45.80 to 85.88 GiB, by 52 published rows; it may not fit
 budget      3,000 steps, 6.291 B tokens: 6,827 GPU-hours, 13.3 h on 512 x H100 SXM
 
 notes
@@ -174,7 +176,7 @@ def test_json_has_all_of_it():
     hours = 3000 * 16 * 512 / 3600
     job, bands, memory = (plain.pop(name) for name in ("job", "bands", "memory"))
     assert (job["id"], job["model"]["name"]) == (plan.job.id, "llama3_405b")
-    assert bands["throughput"]["class"] == "dense models on Hopper"
+    assert bands["throughput"]["evidence"].endswith("of dense models on Hopper (7 sources)")
     assert [rank["peak"] for rank in memory] == [rank.peak for rank in plan.memory]
     assert (memory[7]["stages"], memory[0]["kinds"]["activations"]) == ([7, 15], 32 * GIB)
     assert plain == dataclasses.asdict(plan.accounting) | {
