@@ -6,12 +6,11 @@
 
 import shlex
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from harness.compose.composer import Composed, compose_job
-from harness.compose.scale import count
 from harness.compose.verb import Result
 from harness.config.fields import leaves
 from harness.config.job import Job, differing_numerics
@@ -48,30 +47,28 @@ def compare(points: list[Composed]) -> Result:
             rule = "works on one job, and -m has several"
             raise ConfigError(name, value, rule, f"{name} without -m")
     common = set.intersection(*(set(point.overrides) for point in points))
-    plans = list[Plan]()
     data = list[dict[str, Any]]()
     rows = list[dict[str, Any]]()
     with progress(len(points), seconds=10.0) as begin:
         for point in points:
             own = [override for override in point.overrides if override not in common]
-            row: dict[str, Any] = {"point": " ".join(own) or "-"}
-            begin(row["point"])
-            rows.append(row)
+            name = " ".join(own) or "-"
+            begin(name)
             if point.job is None:
                 data.append({"overrides": point.overrides, "legal": False, "reason": point.reason})
-                row["fits"] = f"illegal: {shortened(point.reason, REASON_CHARS)}"
+                reason = shortened(point.reason, REASON_CHARS)
+                rows.append({"point": name, "fits": f"illegal: {reason}"})
                 continue
             plan = make_plan(point.job.plain, calibration_of(point.job))
             figures = in_short(plan)
-            plans.append(plan)
             data.append({"overrides": point.overrides, "legal": True, **figures})
-            row |= {"layout": mesh_of(plan.job.parallelism), **figures, "fits": FITS[plan.fits]}
+            layout = mesh_of(plan.job.parallelism)
+            rows.append({"point": name, "layout": layout, **figures, "fits": FITS[plan.fits]})
     known = [figures for figures in data if figures["legal"]]
     total: dict[str, Any] = {"points": len(known)}
     for name in ("tokens", "flops", "gpu_hours", "dollars"):
         total[name] = summed(figures[name] for figures in known)
     sizes_differ = len({(figures["parameters"], figures["tokens"]) for figures in known}) > 1
-    unit = "rank" if any(plan.accelerator is None for plan in plans) else "GPU"
     columns = [
         Column("point", "point"),
         Column("layout", "layout"),
@@ -87,28 +84,20 @@ def compare(points: list[Composed]) -> Result:
         ]
     if sizes_differ or any(figures["dollars"] is not None for figures in known):
         columns += [
-            Column("gpu_hours", f"{unit}-hours", figure),
+            Column("gpu_hours", "GPU-hours", figure),
             Column("dollars", "price", dollars),
         ]
-    notes = _total_in_words(total, plans, unit) if sizes_differ else ()
+    notes = []
+    if sizes_differ:
+        hours = "hours unknown"
+        if total["gpu_hours"] is not None:
+            hours = f"{figure(total['gpu_hours'])} GPU-hours"
+        if total["dollars"] is not None:
+            hours += f", {dollars(total['dollars'])}"
+        sums = f"{counted(total['tokens'])} tokens, {total['flops']:.3g} FLOPs, {hours}"
+        notes = [f"all {total['points']}: {sums}", "FLOPs: those of MFU, with full attention"]
     table = Table(columns, rows, notes=notes, missing="")
     return Result({"points": data, "total": total}, to_text(table))
-
-
-def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> tuple[str, str]:
-    hours = "hours unknown"
-    if total["gpu_hours"] is not None:
-        hours = f"{figure(total['gpu_hours'])} {unit}-hours"
-    if total["dollars"] is not None:
-        hours += f", {dollars(total['dollars'])}"
-    ratios = [
-        6 * count(plan.job.model, "active") / plan.accounting.flops_per_token_full for plan in plans
-    ]
-    return (
-        f"all {total['points']}: {counted(total['tokens'])} tokens, {total['flops']:.3g} FLOPs, {hours}",
-        "FLOPs: those of MFU, with full attention; 6 x non-embedding parameters x tokens is "
-        f"{min(ratios):.0%} to {max(ratios):.0%} of them",
-    )
 
 
 def job_against(job: PlanJob, overrides: Sequence[str]) -> PlanJob:
@@ -151,19 +140,6 @@ def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
     return found
 
 
-def cost_changes(a: Speed, b: Speed) -> dict[str, float]:
-    """Return what each part of the step adds to the device time of a token, as a fraction of A's whole time.
-
-    Unlike the time of a step, it compares steps of other sizes, and other numbers of ranks.
-    """
-    slower = a.tokens_per_second_per_rank / b.tokens_per_second_per_rank
-    changes = {}
-    for part in PARTS:
-        before = a.parts[part] / a.step_seconds
-        changes[part] = slower * b.parts[part] / b.step_seconds - before
-    return changes
-
-
 def render_differences(a: Plan, b: Plan) -> str:
     """Format the comparison: fields, memory, communication, the step, and what all steps cost."""
     facts = []
@@ -174,29 +150,21 @@ def render_differences(a: Plan, b: Plan) -> str:
     for name, numerics, x, y in changed_fields(a.job, b.job):
         values = [shortened(as_typed(value), VALUE_CHARS) for value in (x, y)]
         fields.append((name, *values, "numbers" if numerics else ""))
-    memory, sent = zip(*(_bytes_of(plan) for plan in (a, b)), strict=True)
+    first = _memory(a)
+    second = _memory(b)
     if a.memory_limit is not None and b.memory_limit is not None:
-        memory[0]["left"] = a.memory_limit - a.peak
-        memory[1]["left"] = b.memory_limit - b.peak
+        first["left"] = a.memory_limit - a.peak
+        second["left"] = b.memory_limit - b.peak
     blocks = [
         aligned_facts(facts),
-        _table(("field", "A", "B", "changes"), fields, right=()),
-        _sizes("memory at its peak, GiB on the fullest rank", "kind", *memory),
+        to_text(Table.of_cells(("field", "A", "B", "changes"), fields), "  "),
+        _sizes("memory at its peak, GiB on the fullest rank", "kind", first, second),
     ]
     if a.traffic or b.traffic:
         title = "communication in a step, GiB that the busiest rank sends"
-        blocks.append(_sizes(title, "axis", *sent))
+        blocks.append(_sizes(title, "axis", _sent(a), _sent(b)))
     if a.speed is not None and b.speed is not None:
-        changes = cost_changes(a.speed, b.speed)
-        parts = list[tuple[str, ...]]()
-        for part, change in changes.items():
-            x, y = (speed.parts[part] for speed in (a.speed, b.speed))
-            if max(x, y) > NEGLIGIBLE * a.speed.step_seconds:
-                parts.append((part_name(part), seconds(x), seconds(y), f"{change:+.1%}"))
-        steps = [seconds(speed.step_seconds) for speed in (a.speed, b.speed)]
-        parts.append(("the step", *steps, f"{sum(changes.values()):+.1%}"))
-        title = "a step, predicted; change: of A's device time for a token\n"
-        blocks.append(title + _table(("part", "A", "B", "change"), parts))
+        blocks.append(_step(a.speed, b.speed))
     else:
         blocks.append("a step: unknown; a plan without against says what to set\n")
     blocks.append(_totals(a, b))
@@ -204,8 +172,7 @@ def render_differences(a: Plan, b: Plan) -> str:
 
 
 def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
-    """The comparison as plain containers for JSON; ``cost_change`` is in fractions of A's device time."""
-    first, second = (_bytes_of(plan)[0] for plan in (a, b))
+    """The comparison as plain containers for JSON."""
     return {
         "a": as_dict(a),
         "b": as_dict(b),
@@ -213,27 +180,46 @@ def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
             {"name": name, "numerics": numerics, "a": x, "b": y}
             for name, numerics, x, y in changed_fields(a.job, b.job)
         ],
-        "memory_change": {kind: second[kind] - size for kind, size in first.items()},
-        "cost_change": cost_changes(a.speed, b.speed) if a.speed and b.speed else None,
     }
 
 
-def _bytes_of(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of each kind on the fullest rank and their sum, ``peak``; and what the busiest rank sends."""
+def _step(a: Speed, b: Speed) -> str:
+    """A table of the parts of a step.
+
+    The change is what a part adds to the device time of a token, as a fraction of A's whole time. It compares
+    steps of other sizes, and other numbers of ranks.
+    """
+    slower = a.tokens_per_second_per_rank / b.tokens_per_second_per_rank
+    rows = list[tuple[str, ...]]()
+    for part in PARTS:
+        x = a.parts[part]
+        y = b.parts[part]
+        change = slower * y / b.step_seconds - x / a.step_seconds
+        if max(x, y) > NEGLIGIBLE * a.step_seconds:
+            rows.append((part_name(part), seconds(x), seconds(y), f"{change:+.1%}"))
+    steps = (seconds(a.step_seconds), seconds(b.step_seconds))
+    rows.append(("the step", *steps, f"{slower - 1:+.1%}"))
+    title = "a step, predicted; change: of A's device time for a token\n"
+    return title + _table("part", rows, "change")
+
+
+def _memory(plan: Plan) -> dict[str, float]:
+    """Bytes of each kind on the fullest rank, and their sum, ``peak``."""
     fullest = max(plan.memory, key=lambda rank: rank.peak)
+    return {**fullest.kinds, "peak": fullest.peak}
+
+
+def _sent(plan: Plan) -> dict[str, float]:
+    """Bytes that the busiest rank sends, by axis and collective."""
     sent: dict[str, float] = defaultdict(float)
     for line in plan.traffic:
         sent[f"{line.axis} {line.collective}"] += line.bytes
-    return {**fullest.kinds, "peak": fullest.peak}, sent
+    return sent
 
 
-def _table(
-    headings: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    right: Collection[int] = (1, 2, 3),
-    indent: str = "  ",
-) -> str:
-    return to_text(Table.of_cells(headings, cells, right), indent)
+def _table(name: str, rows: Sequence[Sequence[str]], change: str, indent: str = "  ") -> str:
+    headings = (name, "A", "B", change)
+    return to_text(Table.of_cells(headings, rows, right=(1, 2, 3)), indent)
 
 
 def _sizes(title: str, heading: str, a: dict[str, float], b: dict[str, float]) -> str:
@@ -248,7 +234,7 @@ def _sizes(title: str, heading: str, a: dict[str, float], b: dict[str, float]) -
         if before or after:
             sign = "+" if change > 0 else ""
             rows.append((name, *map(_signed, (before, after)), sign + _signed(change)))
-    return f"{title}\n" + _table((heading, "A", "B", "B - A"), rows)
+    return f"{title}\n" + _table(heading, rows, "B - A")
 
 
 def _signed(size: float) -> str:
@@ -256,24 +242,31 @@ def _signed(size: float) -> str:
 
 
 def _totals(a: Plan, b: Plan) -> str:
-    unit = "GPU" if a.accelerator is not None and b.accelerator is not None else "rank"
-    first, second = (in_short(plan) for plan in (a, b))
-    for plan, figures in ((a, first), (b, second)):
-        rate = figures["tokens_per_second_per_rank"]
-        figures["in_all"] = None if rate is None else rate * plan.job.world_size
+    first = _figures(a)
+    second = _figures(b)
     rows = []
-    for name, key in (
-        (f"tokens/s a {unit}", "tokens_per_second_per_rank"),
-        ("tokens/s in all", "in_all"),
-        ("MFU", "mfu"),
-        (f"{unit}-hours of all steps", "gpu_hours"),
-        ("dollars", "dollars"),
-    ):
-        x = first[key]
-        y = second[key]
-        form = ".1%" if key == "mfu" else figure
-        if x is not None or y is not None:
-            cells = [formatted(value, form, "unknown") for value in (x, y)]
-            rows.append((name, *cells, "" if None in (x, y) else f"{y / x - 1:+.1%}"))
+    for name in first | second:
+        x = first.get(name)
+        y = second.get(name)
+        form = ".1%" if name == "MFU" else figure
+        cells = [formatted(value, form, "unknown") for value in (x, y)]
+        if x and y:
+            rows.append((name, *cells, f"{y / x - 1:+.1%}"))
+        elif x or y:
+            rows.append((name, *cells, ""))
     rows.append(("fits", FITS[a.fits], FITS[b.fits], ""))
-    return _table(("", "A", "B", "change"), rows, indent="")
+    return _table("", rows, "change", indent="")
+
+
+def _figures(plan: Plan) -> dict[str, float | None]:
+    """Figures of the job as a whole, by their display names; none without a known time."""
+    if plan.speed is None:
+        return {}
+    rate = plan.speed.tokens_per_second_per_rank
+    return {
+        "tokens/s a GPU": rate,
+        "tokens/s in all": rate * plan.job.world_size,
+        "MFU": plan.speed.mfu,
+        "GPU-hours of all steps": plan.gpu_hours,
+        "dollars": plan.dollars,
+    }
