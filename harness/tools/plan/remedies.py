@@ -1,8 +1,8 @@
 """What would make a job fit: single changes of it, each composed and planned as if it had been typed."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 from harness.compose.composer import Composer
@@ -11,7 +11,7 @@ from harness.config.job import Job, differing_numerics
 from harness.tools.plan.config import GPUS, PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.render import device_name, figure_columns, in_short
+from harness.tools.plan.render import figure_columns, in_short
 from harness.tools.plan.space import MODES
 from harness.util.errors import ConfigError, divisors
 from harness.util.tables import Column, Table, to_text
@@ -35,6 +35,7 @@ class Remedy:
     overrides: Change
     """One change, or two."""
     plan: Plan
+    """Its plan. Without a time if it keeps parameters on the host: copies are not planned."""
     changes_numbers: bool
     """Whether it computes other numbers."""
     takes_more: bool
@@ -46,14 +47,8 @@ class Remedy:
 
     @property
     def offloads(self) -> bool:
-        """Whether it keeps parameters on the host, so that its time is unknown: copies are not planned."""
+        """Whether it keeps parameters on the host."""
         return self.plan.job.parallelism.cpu_offload
-
-    @property
-    def rate(self) -> float | None:
-        """Predicted tokens per second of a device; None if unknown."""
-        speed = self.plan.speed
-        return None if speed is None or self.offloads else speed.tokens_per_second_per_rank
 
     @property
     def is_plain(self) -> bool:
@@ -65,8 +60,9 @@ class Remedy:
         """Sort key: cheapest first; those that do not fit last, the smallest first."""
         if not self.plan.fits:
             return (True, self.plan.peak)
-        unknown = self.rate is None
-        return (False, self.changes_numbers, self.takes_more, unknown, -(self.rate or 0.0))
+        speed = self.plan.speed
+        time = math.inf if speed is None else 1 / speed.tokens_per_second_per_rank
+        return (False, self.changes_numbers, self.takes_more, time)
 
 
 def kinds_of_change(job: Job) -> Iterator[list[Change]]:
@@ -113,7 +109,7 @@ def _with_degrees(job: Job, moved: dict[str, int], local: int) -> Change:
     """
     after = job.parallelism.degrees | moved
     share = job.global_batch_size // (after["dp_replicate"] * after["dp_shard"])
-    size = share if after["pp"] > 1 else gcd(local, share)
+    size = share if after["pp"] > 1 else math.gcd(local, share)
     return (
         *(f"parallelism.{name}={after[name]}" for name in after if name in moved),
         f"training.global_batch_size={job.global_batch_size}",
@@ -192,6 +188,8 @@ def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) 
             if job is None:
                 continue
             made = make_plan(job.plain, calibration_of(job))
+            if job.parallelism.cpu_offload:
+                made = replace(made, speed=None)
             if made.fits or made.peak < (plan if best is None else best.plan).peak:
                 numbers = bool(differing_numerics(before, job.plain))
                 best = Remedy(change, made, numbers, job.world_size > before.world_size)
@@ -214,24 +212,20 @@ def _runs_alike(a: Job, b: Job) -> bool:
     return nodes[0] == nodes[1] and replace(a, cluster=b.cluster) == b
 
 
-def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
+def render_remedies(found: Sequence[Remedy]) -> str:
     """Format what makes a job fit, or what comes closest."""
     enough = [each for each in found if each.plan.fits]
-    unit = device_name(plan)
     columns = [
         Column("change", "change"),
-        *figure_columns(f"tokens/s a {unit}"),
+        *figure_columns("tokens/s a GPU"),
         Column("besides", "besides"),
     ]
     rows = []
     for each in enough or found[:CLOSEST]:
-        besides = [f"{each.plan.job.world_size} {unit}s"] if each.takes_more else []
+        besides = [f"{each.plan.job.world_size} GPUs"] if each.takes_more else []
         besides += ["changes the numbers"] if each.changes_numbers else []
-        figures = in_short(each.plan)
-        if each.rate is None:
-            figures |= dict.fromkeys(("step_seconds", "tokens_per_second_per_rank", "mfu"))
-            besides.append("unknown time")
-        rows.append({"change": each.typed, "besides": ", ".join(besides)} | figures)
+        besides += ["unknown time"] if each.plan.speed is None else []
+        rows.append({"change": each.typed, "besides": ", ".join(besides), **in_short(each.plan)})
     table = to_text(Table(columns, rows, missing=""), "  ")
     if enough:
         return f"each of these makes it fit; cheapest first\n{table}"
@@ -244,12 +238,9 @@ def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
     return [
         {
             "overrides": each.overrides,
-            "fits": each.plan.fits,
-            "memory_peak": each.plan.peak,
-            "memory_limit": each.plan.memory_limit,
-            "tokens_per_second_per_rank": each.rate,
             "world_size": each.plan.job.world_size,
             "changes_numbers": each.changes_numbers,
+            **in_short(each.plan),
         }
         for each in found
     ]

@@ -141,11 +141,6 @@ def batch_in_words(job: Job) -> str:
     return f"{job.global_batch_size:,} x {job.training.seq_len:,} = {tokens} tokens a step"
 
 
-def device_name(plan: Plan) -> str:
-    """``GPU``, or ``rank`` without a known accelerator."""
-    return "rank" if plan.accelerator is None else "GPU"
-
-
 def devices(plan: Plan) -> str:
     """The devices of the job: ``8 x H100 SXM`` or ``2 ranks``."""
     count = plan.job.world_size
@@ -269,7 +264,6 @@ def _span(first: int, last: int) -> str:
 def _verdict(plan: Plan) -> list[tuple[str, str]]:
     job = plan.job
     speed = plan.speed
-    unit = device_name(plan)
     bands = bands_of(plan)
     facts = []
     if speed is None and (plan.accelerator is not None or plan.memory_limit is not None):
@@ -286,13 +280,13 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         sample = costs_of(job.model).sample
         also = f", {figure(in_all / job.training.seq_len)} {sample}s/s" if sample else ""
         facts.append(
-            ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(in_all)} in all{also}")
+            ("throughput", f"{figure(rate)} tokens/s a GPU, {figure(in_all)} in all{also}")
         )
         if band := bands["throughput"]:
             facts.append(("", band.in_words(figure, "tokens/s a GPU")))
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
         model = rate * plan.accounting.flops_per_token_full
-        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
+        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a GPU (full attention)"))
     used = f"the fullest rank takes {gib(plan.peak)}"
     if plan.memory_limit is None:
         facts.append(("fits", f"unknown hardware; {used} GiB"))
@@ -316,7 +310,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         hours = plan.gpu_hours / job.world_size
         took = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} h"
         took = took if hours >= 1 else seconds(hours * 3600)
-        total += f": {figure(plan.gpu_hours)} {unit}-hours, {took} on {devices(plan)}"
+        total += f": {figure(plan.gpu_hours)} GPU-hours, {took} on {devices(plan)}"
     facts.append(("budget", total))
     if cost := cost_in_words(plan):
         facts.append(("", cost))

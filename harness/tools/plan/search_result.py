@@ -11,7 +11,6 @@ from harness.tools.plan.render import (
     as_dict,
     batch_in_words,
     cost_in_words,
-    device_name,
     devices,
     figure_columns,
     in_short,
@@ -34,7 +33,6 @@ def render_search(found: Search) -> str:
     """Format the result of a search, without its sweep file."""
     plan = found.best[0].plan
     job = plan.job
-    unit = device_name(plan)
     head = (
         f"{job.name} on {devices(plan)}{nodes_in_words(job)}; {batch_in_words(job)}\n"
         f"{plural(found.points, 'way')} to run {plural(found.layouts, 'layout')}, {len(found.fitting):,} of "
@@ -49,13 +47,13 @@ def render_search(found: Search) -> str:
         Column("batch", "microbatches", str),
         Column("mode", "recompute"),
         Column("schedule", "schedule"),
-        *figure_columns(f"tokens/s a {unit}"),
+        *figure_columns("tokens/s a GPU"),
     ]
     rows = [{"name": name, **_row(candidate)} for name, candidate in found.shown.items()]
     table = to_text(Table(columns, rows, missing=""), "  ")
     hours = "unknown" if plan.gpu_hours is None else figure(plan.gpu_hours)
     cost = cost_in_words(plan)
-    budget = f"{plural(job.steps, 'step')}: {hours} {unit}-hours{cost and f'; {cost}'}"
+    budget = f"{plural(job.steps, 'step')}: {hours} GPU-hours{cost and f'; {cost}'}"
     trust = f"{_distinguished(found)}with the first, {budget}\n"
     return f"{head}\n{table}{trust}\nwhy the others lose\n{_losers(found)}"
 
@@ -103,7 +101,7 @@ def _distinguished(found: Search) -> str:
     return (
         f"{text}simplest within the error: {mesh_of(plan.job.parallelism)}, "
         f"{'no' if mode == 'none' else mode} recompute: {gib(plan.peak)} GiB, "
-        f"{figure(in_short(plan)['tokens_per_second_per_rank'])} tokens/s a {device_name(plan)}, "
+        f"{figure(in_short(plan)['tokens_per_second_per_rank'])} tokens/s a GPU, "
         f"{1 - first.seconds / simplest.seconds:.1%} behind\n"
     )
 

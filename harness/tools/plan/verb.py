@@ -55,9 +55,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
     from harness.tools.plan.remedies import remedies, remedies_as_dict, render_remedies
 
     found = remedies(made, overrides)
-    return Result(
-        data | {"remedies": remedies_as_dict(found)}, f"{text}\n{render_remedies(made, found)}"
-    )
+    return Result(data | {"remedies": remedies_as_dict(found)}, f"{text}\n{render_remedies(found)}")
 
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:

@@ -93,7 +93,7 @@ def test_pairs_of_changes_and_the_closest(limit):
     changes = found(limit, 0.01)
     peaks = [each.plan.peak for each in changes]
     assert peaks == sorted(peaks) and not typed(changes)
-    first, *rows, last = render_remedies(planned(*UNPIPELINED), changes).splitlines()
+    first, *rows, last = render_remedies(changes).splitlines()
     assert first == "no change makes it fit; the closest are" and len(rows) == 4
     assert last == "search=true tries every layout of these ranks"
 
@@ -103,7 +103,8 @@ def test_what_is_typed_gives_what_is_planned(limit, gib):
     """No override is needless: without one, the job is illegal or another one."""
     for each in found(limit, gib):
         made = planned(*UNPIPELINED, *each.overrides)
-        assert (made.memory, made.speed) == (each.plan.memory, each.plan.speed)
+        assert made.memory == each.plan.memory
+        assert each.offloads or made.speed == each.plan.speed
         for left_out in each.overrides:
             fewer = [other for other in each.overrides if other != left_out]
             with contextlib.suppress(UserError):
@@ -113,7 +114,7 @@ def test_what_is_typed_gives_what_is_planned(limit, gib):
 def test_offloading_has_no_known_speed(limit):
     small = ["training.seq_len=64", "training.global_batch_size=4", "activation_checkpoint=full"]
     [offloaded] = [each for each in found(limit, 0.1, *UNPIPELINED, *small) if each.offloads]
-    assert offloaded.plan.fits and offloaded.rate is None
+    assert offloaded.plan.fits and offloaded.plan.speed is None
     assert any("host" in note for note in offloaded.plan.notes)
 
 
