@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+from harness.config.metrics import VIEWS
+from harness.config.registry import TOKEN_FORMATS
+
 
 def install(folder, name, entry_points, module=""):
     """Write the distribution ``name`` 1.0 and its module, which has the same name, into a folder of sys.path.
@@ -20,3 +27,18 @@ def install(folder, name, entry_points, module=""):
         lines += [f"[{group}]", *(f"{key} = {value}" for key, value in names.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     (folder / f"{name}.py").write_text(module)
+
+
+EXTENSIONS = Path(__file__).parents[1] / "experiments" / "extensions"
+
+
+def add_extensions(patch):
+    """Add the names of experiments/extensions, as if it were installed; ``patch``: pytest's MonkeyPatch."""
+    patch.syspath_prepend(EXTENSIONS)
+    project = tomllib.loads((EXTENSIONS / "pyproject.toml").read_text())["project"]
+    for registry in (TOKEN_FORMATS, VIEWS):
+        group = f"harness.{registry.kind}"
+        names = dict(registry.plugins)
+        for name, place in project["entry-points"][group].items():
+            names[name] = EntryPoint(name, place, group)
+        patch.setitem(vars(registry), "plugins", dict(sorted(names.items())))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from one_line import one_line
-from plugins import install
+from plugins import EXTENSIONS, install
 from processes import python, until
 
 from harness.compose import paths
@@ -61,14 +61,17 @@ def extras(tmp_path_factory):
     """The package in a fresh environment that sees the packages of this one."""
     home = tmp_path_factory.mktemp("extras")
     # Building writes into the sources.
-    shutil.copytree(PACKAGE, home / "package", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    built = shutil.ignore_patterns("build", "*.egg-info")
+    shutil.copytree(PACKAGE, home / "package", ignore=built)
+    shutil.copytree(EXTENSIONS, home / "extensions", ignore=built)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home / "venv")], check=True)
     interpreter = home / "venv" / "bin" / "python"
     [packages] = (home / "venv").glob("lib/python*/site-packages")
     (packages / "parent.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(interpreter), "install", "--quiet"]
     offline = ["--no-deps", "--no-index", "--no-build-isolation"]
-    done = subprocess.run([*pip, *offline, str(home / "package")], capture_output=True, text=True)
+    folders = [str(home / "package"), str(home / "extensions")]
+    done = subprocess.run([*pip, *offline, *folders], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return Installed(interpreter, home)
 
@@ -103,6 +106,13 @@ def test_verbs_of_packages_are_listed_and_run(extras):
     assert re.search(r"^  train +train the job that ", listed, re.MULTILINE)
     shown = extras.succeed(*command("tensors"))
     assert "layers.1.feed_forward.w2.weight [64, 192]\n" in shown and "feed_forward.w3" not in shown
+
+
+def test_extensions_are_typed_as_if_built_in(extras):
+    shown = extras.succeed("-m", "harness", "train", "metrics=mlflow", "--cfg", "job")
+    assert "mlflow:\n      tracking_uri: null" in shown
+    formats = extras.succeed("-m", "harness", "train", "--help", "data.format")
+    assert "llmc" in formats and "datatrove" in formats
 
 
 def test_train(trained):

@@ -18,7 +18,7 @@ from harness.util.errors import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Names on the package index, where they differ from the import.
-DISTRIBUTIONS = {"PIL": "pillow", "lm_eval": "lm-eval", "mlflow": "mlflow-skinny"}
+DISTRIBUTIONS = {"PIL": "pillow", "lm_eval": "lm-eval"}
 
 
 @pytest.fixture(scope="module")

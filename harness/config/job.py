@@ -57,9 +57,9 @@ class Job:
     runs_dir: str = label("runs", written="folder")
     """Folder in which run folders are created."""
     notes: str = label("")
-    """A sentence about the run, for tables, W&B and MLflow."""
+    """A sentence about the run, for tables and W&B."""
     tags: list[str] = label(factory=list)
-    """Tags of the run, for tables, W&B (without any: WANDB_TAGS) and MLflow."""
+    """Tags of the run, for tables and W&B (without any: WANDB_TAGS)."""
     user: dict[str, Any] = label(factory=dict)
     """Keys of your own, such as ``+user.ticket=123``; they are recorded with the job."""
     training: TrainingConfig = part(TrainingConfig)

@@ -12,19 +12,6 @@ from harness.util.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class MlflowOptions:
-    """Options of the view ``mlflow``."""
-
-    tracking_uri: str | None = label(None)
-    """Server or database, such as ``sqlite:///mlflow.db``; null: MLFLOW_TRACKING_URI, or MLflow's
-    default."""
-    experiment: str | None = label(None)
-    """MLflow experiment of the run; null: MLFLOW_EXPERIMENT_NAME, or else ``harness``."""
-    tags: dict[str, str] = label(factory=dict)
-    """Tags of the MLflow run."""
-
-
-@dataclass(frozen=True)
 class ViewKind:
     """A view of metrics.jsonl.
 
@@ -43,7 +30,6 @@ VIEWS: Registry[ViewKind] = Registry(
     {
         "wandb": ViewKind("harness.metrics.views:WandbView"),
         "tensorboard": ViewKind("harness.metrics.views:TensorBoardView"),
-        "mlflow": ViewKind("harness.metrics.views:MlflowView", MlflowOptions),
     },
     field="metrics.views",
     expects="harness.config.metrics:ViewKind",
@@ -81,8 +67,8 @@ class MetricsConfig:
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
     views: dict[str, Any] = label(factory=dict)
-    """More views, each by its name with its options: {mlflow: {experiment: my_experiment}}. Packages can add
-    views."""
+    """More views, each by its name with its options: {mlflow: {experiment: my_experiment}}. Packages add
+    them: experiments/extensions has mlflow."""
 
     def resolve(self) -> MetricsConfig:
         """Return the config with the defaults of the views' options.
@@ -93,12 +79,10 @@ class MetricsConfig:
         views = {}
         for name, options in self.views.items():
             field = f"metrics.views.{name}"
-            if name in _SWITCHES or name not in VIEWS:
-                works = (
-                    [f"metrics.{name}=true"]
-                    if name in _SWITCHES
-                    else sorted({*VIEWS} - {*_SWITCHES})
-                )
+            if name in _SWITCHES:
+                raise ConfigError(field, options, "no such view", f"metrics.{name}=true")
+            if name not in VIEWS:
+                works = [*VIEWS.plugins, "a package that adds it (mlflow: experiments/extensions)"]
                 raise ConfigError(field, options, "no such view", works)
             if not isinstance(options, dict):
                 raise ConfigError(

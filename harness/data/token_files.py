@@ -201,7 +201,8 @@ def _format_of(file: Path) -> str:
             return name
     works = ", ".join(name for name in TOKEN_FORMATS if name != "auto")
     raise DataError(
-        f"{file}: the format of its tokens is unknown; would work: data.format, one of {works}"
+        f"{file}: the format of its tokens is unknown; would work: data.format, one of {works}, "
+        "or a package that reads it (.ds: experiments/extensions)"
     )
 
 

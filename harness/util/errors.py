@@ -29,7 +29,6 @@ EXTRAS = {
     "matplotlib": "report",
     "scipy": "report",
     "tensorboard": "tensorboard",
-    "mlflow": "mlflow",
     "optuna": "optuna",
     "lm_eval": "eval",
     "PIL": "diffusion",

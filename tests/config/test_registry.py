@@ -14,6 +14,7 @@ from plugins import install
 from harness.compose.help import help_text
 from harness.config.data_kinds import DATA_KINDS, DataKind
 from harness.config.fields import check_rules, label, numerics
+from harness.config.metrics import VIEWS, ViewKind
 from harness.config.registry import Registry, resolve_options
 from harness.launch.train import VERB as TRAIN
 from harness.util.errors import ConfigError, UserError
@@ -86,7 +87,8 @@ class Brush:
 @pytest.mark.parametrize("width", [3, 4])
 def test_help_shows_the_options_of_an_entry(monkeypatch, width):
     monkeypatch.setitem(DATA_KINDS._builtins, "brush", DataKind("x:y", options=Brush))
-    typed = ["data.kind=brush", "++metrics.views={mlflow: {}}"]
+    monkeypatch.setitem(VIEWS._builtins, "brush", ViewKind("x:y", options=Brush))
+    typed = ["data.kind=brush", "++metrics.views={brush: {}}"]
     typed += [] if width == 3 else ["++data.options.width=4"]
     shown = help_text("data.options", typed, TRAIN.parser())
     assert (
@@ -95,7 +97,7 @@ def test_help_shows_the_options_of_an_entry(monkeypatch, width):
     )
     assert "data.options.hair=null\n    text, or null; label: " in shown
     views = help_text("metrics.views", typed, TRAIN.parser())
-    assert "metrics.views.mlflow.tracking_uri=null\n    Server or database, such as " in views
+    assert "metrics.views.brush.hair=null\n    text, or null; label: " in views
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from equal import assert_equal
 from loaders import BOS, BYTES, CHANGES, EOS, B, T, loader, packed, ranks_of, scheduled, steps
 from one_line import one_line
+from plugins import add_extensions
 from token_writers import (
     FORMATS,
     config,
@@ -30,6 +31,13 @@ from harness.util.errors import ConfigError, DataError
 from harness.weights.tokenizer import export_tokenizer
 
 NOTHING = build_tokenizer(TokenizerConfig("none"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extensions():
+    with pytest.MonkeyPatch.context() as patch:
+        add_extensions(patch)
+        yield
 
 
 def rows_of(documents, number, **settings):
@@ -133,6 +141,12 @@ def test_settings_of_another_format():
     write_megatron("a", files_of_documents(1)[0])
     with one_line(ConfigError, r"data\.dtype=uint16: is read only from .* is megatron"):
         loader(config(dtype="uint16"))
+
+
+def test_llmc_files_are_not_read_as_ids():
+    write_llmc("a", files_of_documents(1)[0])
+    with one_line(DataError, r"a\.bin: has llm\.c's header; would work: data\.format=llmc"):
+        loader(config(format="memmap"))
 
 
 def test_another_tokenizer_by_name(capfd):

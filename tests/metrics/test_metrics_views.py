@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 from cases import rows
+from one_line import one_line
+from plugins import add_extensions
 from processes import PATIENCE, until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness.compose.composer import compose_job
 from harness.config.metrics import MetricsConfig
-from harness.metrics import views
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun, wandb_mode
+from harness.util.errors import ConfigError
 
 JOB: dict[str, Any] = {
     "tags": ["tp2"],
@@ -126,6 +128,13 @@ def test_tensorboard_has_the_rows_and_purges_what_a_resume_repeats(tmp_path):
     assert b"field149" in found.Tensors("job/text_summary")[0].tensor_proto.string_val[0]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def extensions():
+    with pytest.MonkeyPatch.context() as patch:
+        add_extensions(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     # Creating the tables takes seconds.
@@ -208,7 +217,7 @@ def test_mlflow_gets_rows_together_and_is_waited_for_with_a_limit(
     assert sizes[-3:] == [400, 1000, 600]
     assert history(store, tmp_path, "load.9") == [(step, 1.0) for step in range(5)]
     answer.clear()
-    monkeypatch.setattr(views, "_UPLOAD_SECONDS", 0.2)
+    monkeypatch.setattr("harness_extensions.mlflow_view.UPLOAD_SECONDS", 0.2)
     recorder = record(tmp_path, **options(store))
     recorder.log({"step": 1, **loads})
     recorder.close({})
@@ -218,13 +227,28 @@ def test_mlflow_gets_rows_together_and_is_waited_for_with_a_limit(
 
 
 @pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (
+            "mlflow.server=x",
+            "mlflow.server=x: no such field; metrics.views.mlflow has: experiment, tags, ",
+        ),
+        ("mlflow.tags=x", "mlflow.tags=x: must be a mapping of names to text"),
+        ("mlflow=on", "mlflow=on: must be a mapping of the view's options"),
+    ],
+)
+def test_options_of_a_view_are_checked(typed, says):
+    with one_line(ConfigError, f"metrics.views.{says}"):
+        compose_job(["model=llama3_tiny", f"metrics.views.{typed}"])
+
+
+@pytest.mark.parametrize(
     ("option", "shown"),
     rows("""
         default      {}
         wandb        {wandb: {}}
         tensorboard  {tensorboard: {}}
         all          {wandb: {}, tensorboard: {}}
-        mlflow       {mlflow: {tracking_uri: null, experiment: null, tags: {}}}
     """),
 )
 def test_shipped_views(option, shown):

@@ -1,4 +1,4 @@
-"""Readers of token files that other programs write: Megatron-Core, numpy, llm.c, datatrove.
+"""Readers of token files that other programs write: Megatron-Core and numpy.
 
 A reader checks what a file says about itself (magic, version, type, length, offsets) and returns a
 part of a token sequence (``tokens.Tokens``).
@@ -23,20 +23,16 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
-# llm.c, dev/data/data_common.py: 256 int32, of which magic, version and number of tokens are used.
-# Shards of modded-nanogpt are of the first kind.
-_LLMC_HEADER_BYTES = 1024
-_LLMC_EXAMPLES = 20240522  # multiple-choice examples, no training tokens
-_LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+_LLMC_MAGIC = (20240520, 20240801)  # read by experiments/extensions
 
-_MOST_CHECKED = 1 << 24  # entries at the beginning of an index; more would delay the start
+MOST_CHECKED = 1 << 24  # entries at the beginning of an index; more would delay the start
 _SAMPLE = 1 << 15  # bytes at the beginning of a file that show how many bytes an id has
 _FEWEST = 8  # ids other than 0 in them; fewer show nothing
 _MOST_MAPPED = 1 << 14  # arrays; Linux allows 65,530 maps of a process
 _WIDTHS = {8: "int64", 4: "uint32", 2: "uint16"}
 
 
-def _array(file: Path, dtype: str, skip: int, count: int) -> Callable[[], np.ndarray]:
+def numbers_in(file: Path, dtype: str, skip: int, count: int) -> Callable[[], np.ndarray]:
     """Numbers in a file, which is mapped when they are needed."""
     return partial(_map, str(file), dtype, skip, count, file.stat().st_mtime_ns)
 
@@ -73,8 +69,8 @@ class TokenFile:
         self.num_tokens = size // itemsize if num_tokens is None else num_tokens
         if size != self.num_tokens * itemsize:
             expected = f"{self.num_tokens} tokens of {dtype} after a header of {skip} bytes"
-            _refuse(file, f"has {size + skip} bytes, which are not {expected}")
-        self._tokens = _array(file, dtype, skip, self.num_tokens)
+            refuse(file, f"has {size + skip} bytes, which are not {expected}")
+        self._tokens = numbers_in(file, dtype, skip, self.num_tokens)
 
     def read(self, begin: int, end: int) -> np.ndarray:
         return self._tokens()[begin:end].astype(np.int64)
@@ -93,6 +89,8 @@ def open_memmap(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     """Open plain tokens, as nanoGPT writes them, or a .npy file; ``dtype``: None for the smallest."""
     if file.suffix == ".npy":
         return _open_npy(file, dtype)
+    if int.from_bytes(head_of(file, 4), "little") in _LLMC_MAGIC:
+        refuse(file, "has llm.c's header; would work: data.format=llmc of experiments/extensions")
     dtype = dtype or smallest_dtype(vocab_size)
     part = TokenFile(file, dtype)
     _check_width(file, dtype, vocab_size)
@@ -104,7 +102,7 @@ def _check_width(file: Path, dtype: str, vocab_size: int) -> None:
 
     Of several numbers the largest is right: read with fewer bytes, an id is followed by ids 0.
     """
-    head = _head(file, _SAMPLE)
+    head = head_of(file, _SAMPLE)
     size = np.dtype(dtype).itemsize
     for width, works in _WIDTHS.items():
         ids = np.frombuffer(head, f"<u{width}", len(head) // width)
@@ -112,7 +110,7 @@ def _check_width(file: Path, dtype: str, vocab_size: int) -> None:
         if fits and np.count_nonzero(ids) >= _FEWEST:
             if width != size:
                 problem = f"its ids seem to have {width} bytes, and {dtype} has {size}"
-                _refuse(file, f"{problem}; would work: data.dtype={works}")
+                refuse(file, f"{problem}; would work: data.dtype={works}")
             return
 
 
@@ -120,82 +118,14 @@ def _open_npy(file: Path, dtype: str | None) -> TokenFile:
     try:
         array = np.lib.format.open_memmap(str(file), mode="r")
     except Exception as error:  # the header is a Python literal, and numpy raises almost anything
-        _refuse(file, f"is not a readable .npy file ({' '.join(str(error).split())})")
+        refuse(file, f"is not a readable .npy file ({' '.join(str(error).split())})")
     if array.ndim != 1 or array.dtype.kind not in "ui":
-        _refuse(
+        refuse(
             file, f"has {array.dtype} in {array.ndim} dimensions; ids are integers in one dimension"
         )
     if dtype not in (None, array.dtype.name):
-        _refuse(file, f"has ids of {array.dtype}; would work: data.dtype={array.dtype}")
+        refuse(file, f"has ids of {array.dtype}; would work: data.dtype={array.dtype}")
     return TokenFile(file, array.dtype.str, skip=array.offset, num_tokens=len(array))
-
-
-def open_llmc(file: Path) -> TokenFile:
-    """Open tokens of llm.c or modded-nanogpt."""
-    # Bytes that a short file does not have count as 0.
-    magic, version, num_tokens = struct.unpack("<3i", _head(file, 12).ljust(12, b"\0"))
-    if magic not in _LLMC_KINDS:
-        _refuse(file, f"has magic {magic}; llm.c writes {' or '.join(map(str, _LLMC_KINDS))}")
-    expected, dtype = _LLMC_KINDS[magic]
-    if version != expected:
-        _refuse(
-            file, f"has version {version}; llm.c's files of magic {magic} have version {expected}"
-        )
-    return TokenFile(file, dtype, skip=_LLMC_HEADER_BYTES, num_tokens=num_tokens)
-
-
-def is_llmc(file: Path) -> bool:
-    """Whether a file begins with llm.c's magic and has no index of Megatron."""
-    magic = int.from_bytes(_head(file, 4), "little")
-    return magic in (*_LLMC_KINDS, _LLMC_EXAMPLES) and not is_megatron(file)
-
-
-def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
-    """Open a .ds file of datatrove or nanotron, with its .index and .metadata if they exist."""
-    if Path(f"{file}.loss").exists():
-        _refuse(
-            file, "has a loss mask (.loss), which is not supported; would work: files without one"
-        )
-    dtype = dtype or _read_metadata(file)[1]
-    index = Path(f"{file}.index")
-    if not index.exists():
-        return open_memmap(file, dtype, vocab_size)
-    size = size_of(index)
-    if size % 8:
-        _refuse(index, f"has {size} bytes, which are no complete offsets of 8 bytes")
-    # Read as int64: values from 2**63 would be negative.
-    ends = _array(index, "<i8", 0, size // 8)
-    checked = ends()[:_MOST_CHECKED]
-    if np.any(checked[:1] < 0) or np.any(np.diff(checked) < 0):
-        _refuse(index, "the documents' ends are not ascending")
-    num_tokens = int(ends()[-1]) if size else 0
-    if dtype is None:
-        # 2 or 4 bytes for a token follow from the number of tokens.
-        dtype = "uint32" if size_of(file) == 4 * num_tokens else "uint16"
-    return TokenFile(
-        file,
-        dtype,
-        num_tokens=num_tokens,
-        num_documents=size // 8,
-        # A document starts where another ends.
-        start=lambda number: np.where(number > 0, ends()[number - 1], 0),
-    )
-
-
-def _read_metadata(file: Path) -> tuple[str | None, str | None]:
-    """Return the tokenizer's name and the type of the tokens by a .ds.metadata file, if there is one.
-
-    The file has three lines: ``NAME|BYTES``, the number of tokens, the number in words.
-    """
-    metadata = Path(f"{file}.metadata")
-    if not metadata.exists():
-        return None, None
-    first = _head(metadata, 4096).decode("utf-8", "replace").partition("\n")[0]
-    name, _, token_bytes = first.rpartition("|")
-    dtype = {"2": "uint16", "4": "uint32"}.get(token_bytes)
-    if dtype is None:
-        _refuse(metadata, f"its first line is not NAME|2 or NAME|4: {first[:80]!r}")
-    return name, dtype
 
 
 def is_megatron(file: Path) -> bool:
@@ -207,33 +137,33 @@ def open_megatron(file: Path) -> TokenFile:
     index = file.with_suffix(".idx")
     begin = _MEGATRON_HEADER.size
     # Bytes that a short file does not have count as 0.
-    head = _head(index, begin).ljust(begin, b"\0")
+    head = head_of(index, begin).ljust(begin, b"\0")
     magic, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
     if magic != _MEGATRON_MAGIC:
-        _refuse(index, "does not begin with MMIDIDX, as --dataset-impl mmap writes it")
+        refuse(index, "does not begin with MMIDIDX, as --dataset-impl mmap writes it")
     if version != 1:
-        _refuse(index, f"has version {version} of Megatron's index; version 1 is read")
+        refuse(index, f"has version {version} of Megatron's index; version 1 is read")
     if code not in _MEGATRON_DTYPES:
-        _refuse(index, f"has type code {code}; those of integers are read: {_MEGATRON_DTYPES}")
+        refuse(index, f"has type code {code}; those of integers are read: {_MEGATRON_DTYPES}")
     without_modes = begin + 12 * sequences + 8 * documents
     if documents < 1 or size_of(index) not in (without_modes, without_modes + sequences):
         counts = f"{sequences} sequences and {documents} document boundaries"
-        _refuse(index, f"has {size_of(index)} bytes, which are not {counts}")
+        refuse(index, f"has {size_of(index)} bytes, which are not {counts}")
     lengths = map_file(str(index), "<i4", begin, sequences)
-    all_pointers = _array(index, "<i8", begin + 4 * sequences, sequences)
-    all_firsts = _array(index, "<i8", begin + 12 * sequences, documents)
+    all_pointers = numbers_in(index, "<i8", begin + 4 * sequences, sequences)
+    all_firsts = numbers_in(index, "<i8", begin + 12 * sequences, documents)
     pointers = all_pointers()
     firsts = all_firsts()
     dtype = _MEGATRON_DTYPES[code]
     itemsize = np.dtype(dtype).itemsize
     if firsts[0] != 0 or firsts[-1] != sequences:
-        _refuse(index, f"its documents do not begin with sequence 0 and end with {sequences}")
-    if np.any(np.diff(firsts[:_MOST_CHECKED]) < 0):
-        _refuse(index, "the first sequences of its documents are not ascending")
-    sizes = lengths[:_MOST_CHECKED].astype(np.int64) * itemsize
-    follow = np.array_equal(np.diff(pointers[:_MOST_CHECKED]), sizes[:-1])
+        refuse(index, f"its documents do not begin with sequence 0 and end with {sequences}")
+    if np.any(np.diff(firsts[:MOST_CHECKED]) < 0):
+        refuse(index, "the first sequences of its documents are not ascending")
+    sizes = lengths[:MOST_CHECKED].astype(np.int64) * itemsize
+    follow = np.array_equal(np.diff(pointers[:MOST_CHECKED]), sizes[:-1])
     if not follow or np.any(sizes < 0) or np.any(pointers[:1] != 0):
-        _refuse(index, "its sequences do not follow each other without gaps, from byte 0")
+        refuse(index, "its sequences do not follow each other without gaps, from byte 0")
     num_tokens = int(pointers[-1]) // itemsize + int(lengths[-1]) if sequences else 0
 
     def start(document: Any) -> Any:
@@ -250,7 +180,7 @@ def smallest_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def _head(file: Path, size: int) -> bytes:
+def head_of(file: Path, size: int) -> bytes:
     size_of(file)
     try:
         with file.open("rb") as content:
@@ -259,7 +189,7 @@ def _head(file: Path, size: int) -> bytes:
         raise DataError(f"{file}: {error.strerror}") from error
 
 
-def _refuse(file: Path, problem: str) -> NoReturn:
+def refuse(file: Path, problem: str) -> NoReturn:
     raise DataError(f"{file}: {problem}")
 
 
@@ -269,22 +199,9 @@ MEGATRON = TokenFormat(
     recognizes=is_megatron,
     open=lambda file, data, vocab_size: open_megatron(file),
 )
-LLMC = TokenFormat(
-    endings=(".bin",),
-    recognizes=is_llmc,
-    boundary="bos",
-    open=lambda file, data, vocab_size: open_llmc(file),
-)
 MEMMAP = TokenFormat(
     endings=(".bin", ".npy"),
     recognizes=lambda file: file.suffix in (".bin", ".npy"),  # it is asked last
     needs_dtype=True,
     open=lambda file, data, vocab_size: open_memmap(file, data.dtype, vocab_size),
-)
-DATATROVE = TokenFormat(
-    endings=(".ds",),
-    companions=dict.fromkeys((".ds.index", ".ds.metadata", ".ds.loss")),
-    needs_dtype=True,
-    tokenizer_of=lambda file: _read_metadata(file)[0],
-    open=lambda file, data, vocab_size: open_datatrove(file, data.dtype, vocab_size),
 )

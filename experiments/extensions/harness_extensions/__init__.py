@@ -1,0 +1,1 @@
+"""Things that few jobs need, each found by an entry point."""
