@@ -27,19 +27,14 @@ def apply_scale(
 ) -> tuple[ModelConfig, TrainingConfig, OptimizerConfig]:
     """Return the parts of a job with the values that follow from these fields, but for the warm-up."""
     _validate(scale, training)
-    before = count(model, scale.counted)
     model = _sized(scale, model, training.seq_len)
-    parameters = count(model, scale.counted)
     tokens: float | None = None
     if scale.flops is not None:
         tokens = scale.flops / account(model, training.seq_len).flops_per_token_full
     elif scale.tokens_per_parameter is not None:
-        tokens = scale.tokens_per_parameter * parameters
+        tokens = scale.tokens_per_parameter * count(model, scale.counted)
     if tokens is not None:
         training = replace(training, tokens=max(1, round(tokens)))
-    if scale.lr_exponent:
-        factor = (parameters / before) ** scale.lr_exponent
-        optimizer = replace(optimizer, lr=_rounded(optimizer.lr * factor))
     if scale.hyperparameters == "step_law":
         if training.tokens is None:
             rule = "needs the number of tokens"
@@ -48,7 +43,7 @@ def apply_scale(
         counted = parse_count("training.tokens", training.tokens)
         factor, of_parameters, of_tokens = STEP_LAW_LR
         lr = factor * count(model, "non_embedding") ** of_parameters * counted**of_tokens
-        optimizer = replace(optimizer, lr=_rounded(lr))
+        optimizer = replace(optimizer, lr=float(f"{lr:.4g}"))
         factor, of_tokens = STEP_LAW_BATCH
         sequences = factor * counted**of_tokens / training.seq_len
         size = 2 ** max(0, round(math.log2(sequences)))
@@ -62,14 +57,6 @@ def _validate(scale: ScaleConfig, training: TrainingConfig) -> None:
         rule = "two of scale.parameters, scale.tokens_per_parameter and scale.flops determine the third"
         raise ConfigError("scale.flops", f"{scale.flops:g}", rule, "one of them null")
     check_length_of_scale(scale, training)
-    if scale.lr_exponent and not ("parameters" in sizes or len(sizes) == 2):
-        works = "scale.parameters=100M scale.lr_exponent=-0.4"
-        raise ConfigError("scale.lr_exponent", scale.lr_exponent, "needs a resized model", works)
-    if scale.lr_exponent and scale.hyperparameters != "none":
-        rule = f"has no effect with scale.hyperparameters={scale.hyperparameters}, which sets optimizer.lr"
-        raise ConfigError(
-            "scale.lr_exponent", scale.lr_exponent, rule, "0, or scale.hyperparameters=none"
-        )
     if scale.counted != ScaleConfig.counted and not {"parameters", "tokens_per_parameter"} & {
         *sizes
     }:
@@ -99,10 +86,6 @@ def _sized(scale: ScaleConfig, model: ModelConfig, seq_len: int) -> ModelConfig:
         if made == before:
             break
     return made
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 TABLES = (Split.VOCABULARY, Split.HEAD)

@@ -395,6 +395,7 @@ REMOVED = (
     Removed("debug.max_skipped_steps", "debug.non_finite", NUMERICS, 10),
     Removed("compile.fullgraph", "compile.backend", EXECUTION, True),
     Removed("data.long_conversations", "data.train_on", "", "drop"),
+    Removed("scale.lr_exponent", "scale.hyperparameters", "", 0.0),
     Removed("data.encoding_errors", "data.format", NUMERICS, "strict"),
 )
 REMOVED_LABELS = (

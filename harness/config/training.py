@@ -358,9 +358,6 @@ class ScaleConfig:
     hyperparameters: str = numerics("none", choices=HYPERPARAMETERS, id_omits_default=True)
     """Rule that sets optimizer.lr and training.global_batch_size: step_law (arXiv:2503.04715), fitted with
     60M to 1B parameters; the batch is rounded to a power of two of sequences."""
-    lr_exponent: float = numerics(0.0, least=-2, most=2, id_omits_default=True)
-    """Multiply optimizer.lr by (parameters / parameters of the model before it is resized) to this power;
-    -0.4 is Step Law's at equal tokens per parameter."""
     warmup_ratio: float | None = numerics(None, least=0, most=1, id_omits_default=True)
     """Set schedule.warmup_steps to this fraction of the steps."""
 
