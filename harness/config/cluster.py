@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.fields import Switch, execution, label, part
+from harness.config.fields import execution, label, part
 from harness.config.hardware import HardwareConfig, described
 from harness.config.registry import Registry, load_attribute
 from harness.config.slurm import SlurmConfig
@@ -51,7 +51,6 @@ CLUSTERS: Registry[ClusterKind] = Registry(
 )
 """Ways to start the ranks of a job."""
 DEVICES = ("auto", "cpu", "cuda")
-NETWORK = Switch("cluster.network_gbps", "cluster.network_gbps=400")
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ class NetworkConfig:
     """Fields of ``cluster`` about the network between nodes, which plans use."""
 
     network_gbps: float | None = label(None, above=0)
-    """Bandwidth of a network adapter in Gbit/s; null means unknown."""
-    network_adapters: int | None = label(None, least=1, needs=NETWORK)
-    """Network adapters of a node, which its ranks share evenly; null means one for each."""
+    """Network bandwidth of each rank in Gbit/s: that of all adapters of a node, divided by its ranks; null
+    means unknown."""
     link_nodes: int = label(1, least=1)
     """Neighbouring nodes whose accelerators are joined like those of one node: 18 in a GB200
     NVL72."""
@@ -171,17 +169,6 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
     def linked_ranks(self, world_size: int) -> int:
         """Return the number of neighbouring ranks that the accelerators' own links join."""
         return min(self.nodes_for(world_size)[1] * self.link_nodes, world_size)
-
-    @property
-    def rank_gbps(self) -> float | None:
-        """Network bandwidth of a rank of a full node, in Gbit/s; None if unknown."""
-        if (
-            self.network_gbps is None
-            or self.network_adapters is None
-            or self.ranks_per_node is None
-        ):
-            return self.network_gbps
-        return self.network_gbps * self.network_adapters / self.ranks_per_node
 
     @property
     def gpu(self) -> Accelerator | None:

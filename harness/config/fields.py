@@ -407,6 +407,7 @@ REMOVED_LABELS = (
     "cluster.hardware.achieved_float8",
     "cluster.hardware.achieved_attention",
     "cluster.leaf_nodes",
+    "cluster.network_adapters",
     "cluster.oversubscription",
     "cluster.pue",
     "cluster.stop_timeout_seconds",

@@ -212,7 +212,7 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
     device = device_of(job)
     cluster = job.cluster
     linked = cluster.linked_ranks(job.world_size)
-    gbps = cluster.rank_gbps
+    gbps = cluster.network_gbps
     if device is None or (gbps is None and job.world_size > linked):
         return None
     known = calibration or Calibration(Constants())

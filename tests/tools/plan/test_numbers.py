@@ -43,7 +43,7 @@ CASES = [
     "activation_checkpoint.memory_budget=0.3",
     f"{LLAMA} pp=4 dp_shard=2 pp_schedule=GPipe training.local_batch_size=32",
     f"{LLAMA} dp_shard=16 tp=8 compile=on async_tp=true",
-    f"{LLAMA} dp_shard=4 tp=2 cluster.accelerator=MI300X cluster.network_adapters=4 "
+    f"{LLAMA} dp_shard=4 tp=2 cluster.accelerator=MI300X cluster.network_gbps=200 "
     "training.matmul_precision=high",
     f"{LLAMA} dp_replicate=8 optimizer.implementation=for-loop model.n_layers=2",
     f"{H100} model=gpt_oss_20b dp_shard=8 ep=8",

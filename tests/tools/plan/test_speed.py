@@ -155,19 +155,6 @@ def test_a_search_keeps_tensor_parallel_within_the_domain():
         assert max(of[-1] for of, _ in layouts) == most
 
 
-@pytest.mark.parametrize(
-    ("adapters", "gbps", "bandwidth"),
-    # The last is p5.48xlarge: 32 adapters of 100 Gbit/s for 8 GPUs.
-    [(None, 400, 50e9), (4, 400, 25e9), (32, 100, 50e9)],
-)
-def test_adapters_are_shared_by_the_ranks_of_a_node(adapters, gbps, bandwidth):
-    job = job_of(
-        f"{LLAMA_8B} dp_shard=16 training.global_batch_size=16 cluster.network_gbps={gbps}"
-    )
-    job = with_value(job, "cluster.network_adapters", adapters)
-    assert machine_for(job).network_bandwidth == bandwidth
-
-
 def test_without_a_network_there_is_no_speed_between_nodes():
     unknown = f"{LLAMA_8B} cluster.network_gbps=null training.global_batch_size=16"
     assert machine_of(job_of(f"{unknown} dp_shard=8")) is not None
