@@ -76,8 +76,8 @@ class Saver(CheckpointedRun):
         if device != "cuda":
             self.config.refuse_pinned_memory(f"ranks compute on {device}")
         self.account = Account()
-        self.asks_to_stop = False  # set after too many failed background saves
-        self._failed_in_a_row = 0
+        self.asks_to_stop = False  # set after a second failed background save in a row
+        self._last_failed = False
         self._background: _BackgroundSave | None = None
         self._stager: _Stager | None = None
         # Removing many files is slow, so one background thread removes checkpoints in turn.
@@ -128,7 +128,7 @@ class Saver(CheckpointedRun):
         """Write the checkpoint of a step that was completed, or start to write it in the background.
 
         A ``final`` save, after which the run ends, is written before returning. SaveFailed is
-        raised on all ranks if a final save fails, or more than max_failed_saves in a row.
+        raised on all ranks if a final save fails, or a second one in a row.
         """
         started = time.perf_counter()
         # Try the final save even if the one before failed: there may be space again.
@@ -146,8 +146,7 @@ class Saver(CheckpointedRun):
                 else:
                     self._start_background_save(step, manifest)
             except (CheckpointException, OSError) as error:
-                allowed = not final and self._failed_in_a_row < self.config.max_failed_saves
-                self._record_failure(step, error, tolerant=allowed)
+                self._record_failure(step, error, tolerant=not (final or self._last_failed))
         self.account.seconds += time.perf_counter() - started
 
     def poll(self) -> None:
@@ -164,7 +163,7 @@ class Saver(CheckpointedRun):
             self._report_written(saving.step, "in the background")
         else:
             self.say(f"WARNING {_failure(saving.step, error, self.ranks.rank)}")
-            self.asks_to_stop = self._failed_in_a_row >= self.config.max_failed_saves
+            self.asks_to_stop = self._last_failed
 
     def close(self) -> None:
         """Wait for the background save and for removals; nothing can be saved afterwards."""
@@ -277,8 +276,8 @@ class Saver(CheckpointedRun):
             return
         error = saving.written.exception()
         if error is not None:
-            allowed = tolerant or self._failed_in_a_row < self.config.max_failed_saves
-            self._record_failure(saving.step, error, tolerant=allowed, reported=saving.reported)
+            tolerant = tolerant or not self._last_failed
+            self._record_failure(saving.step, error, tolerant=tolerant, reported=saving.reported)
             return
         self._record_success(saving.step)
         if not saving.reported:
@@ -299,7 +298,7 @@ class Saver(CheckpointedRun):
 
     def _record_success(self, step: int) -> None:
         self.account.step = step
-        self._failed_in_a_row = 0
+        self._last_failed = False
         self.account.saves += 1
 
     def _record_failure(
@@ -307,7 +306,7 @@ class Saver(CheckpointedRun):
     ) -> None:
         failure = _failure(step, error, self.ranks.rank)
         self.account.failed += 1
-        self._failed_in_a_row += 1
+        self._last_failed = True
         if self.ranks.rank == 0:
             # The next save may need the space.
             with contextlib.suppress(OSError):

@@ -66,9 +66,6 @@ class CheckpointConfig:
     """Also write a checkpoint after step 1, to find saving errors early."""
     load_only: bool = saving_label(False)
     """Load, but write nothing."""
-    max_failed_saves: int = saving_label(1, least=0)
-    """Consecutive saves that may fail (disk full, file system unavailable) before the run stops; 0 stops at
-    the first failure. The last save of a run has to succeed."""
     timeout_seconds: int = label(3600, least=1)
     """Timeout of collectives while saving and loading."""
 

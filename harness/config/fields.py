@@ -399,6 +399,7 @@ REMOVED = (
     Removed("data.encoding_errors", "data.format", NUMERICS, "strict"),
 )
 REMOVED_LABELS = (
+    "checkpoint.max_failed_saves",
     "cluster.hardware.tf32_tflops",
     "cluster.hardware.mxfp8_tflops",
     "cluster.hardware.link",

@@ -167,15 +167,16 @@ def test_failed_saves_by_policy(tmp_path, finished, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(save, "Writer", Full)
             run = start(tmp_path / mode, *options)
-            strict = (*options, "checkpoint.max_failed_saves=0")
-            said = failed(tmp_path / "strict" / mode, *strict, code=EXIT_MACHINE)
+            patch.setattr(Full, "steps", (3, 4))
+            often = (*options, "checkpoint.interval=1")
+            said = failed(tmp_path / "twice" / mode, *often, code=EXIT_MACHINE)
         assert run.checkpoints.steps() == [2, 6, 8] and run.losses == whole
         assert (run.row["checkpoint.saves"], run.row["checkpoint.failed"]) == (3, 1)
         assert (
             "checkpoint of step 4 could not be written" in said
             and "No space left on device" in said
         )
-        run = start(tmp_path / "strict" / mode, *options)
+        run = start(tmp_path / "twice" / mode, *options)
         assert run.start_step == 2 and run.losses == whole
     Full.steps = (8,)
     monkeypatch.setattr(save, "Writer", Full)
@@ -202,25 +203,27 @@ def no_room(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("part", "instead", "mode", "code", "kind", "says"),
+    ("part", "instead", "mode", "step", "code", "kind", "says"),
     [
-        ("Writer", Elsewhere, "sync", EXIT_MACHINE, "machine", "__0_0.distcp is missing"),
+        # The first of these failures is survived.
+        ("Writer", Elsewhere, "sync", 4, EXIT_MACHINE, "machine", "__0_0.distcp is missing"),
         (
             "DefaultStager._stage",
             no_room,
             "async",
+            2,
             EXIT_MACHINE,
             "out_of_memory",
             "no room for the copy",
         ),
-        ("Writer", Broken, "sync", EXIT_BUG, "bug", "a bug"),
+        ("Writer", Broken, "sync", 2, EXIT_BUG, "bug", "a bug"),
     ],
 )
-def test_saves_that_end_the_run(part, instead, mode, code, kind, says, tmp_path, monkeypatch):
+def test_saves_that_end_the_run(part, instead, mode, step, code, kind, says, tmp_path, monkeypatch):
     monkeypatch.setattr(f"harness.checkpoint.save.{part}", instead)
-    run = start(tmp_path, f"checkpoint={mode}", EVERY_2, "checkpoint.max_failed_saves=0", code=code)
+    run = start(tmp_path, f"checkpoint={mode}", EVERY_2, code=code)
     assert run.error["kind"] == kind and says in run.error["traceback"]
-    assert (run.row["exit_code"], run.row["step"]) == (code, 2)
+    assert (run.row["exit_code"], run.row["step"]) == (code, step)
     assert run.checkpoints.complete()[0] == []
 
 
