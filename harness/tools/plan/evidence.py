@@ -101,8 +101,8 @@ def _kind_of(job: Job) -> str:
     return costs_of(job.model).kind(job.model)
 
 
-def _band(of: str, name: str, planned: float) -> Band:
-    if name not in EVIDENCE[of]:
-        return Band(None, None, f"no published {of} of {name}")
-    low, high, evidence = EVIDENCE[of][name]
+def _band(figure: str, name: str, planned: float) -> Band:
+    if name not in EVIDENCE[figure]:
+        return Band(None, None, f"no published {figure} of {name}")
+    low, high, evidence = EVIDENCE[figure][name]
     return Band(planned * low, planned * high, evidence)
