@@ -47,8 +47,8 @@ BUDGETS = {
     "contrib": 26_060,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 340_000
-TESTS_AT_MOST = 245_000
+HARNESS_AT_MOST = 346_000
+TESTS_AT_MOST = 249_000
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
