@@ -248,6 +248,26 @@ def test_readme_shows_the_report_of_published_rows():
         assert error in of_all
 
 
+def test_the_first_lines_show_the_errors_of_rows_that_were_not_fitted():
+    held = (ROOT / "experiments" / "published" / "held_out.md").read_text()
+    found = {
+        row[0]: row[1:5]
+        for row in re.findall(
+            r"^\| ([^|]+) \| (\d+) \| (\S+) \| \S+ \| (\S+) \|", held, re.MULTILINE
+        )
+    }
+    for name, of in (
+        ("dense models on Hopper", "dense models on Hopper"),
+        ("dense models on Blackwell", "dense models on Blackwell"),
+        ("mixtures of experts, Hopper and Blackwell", "all mixtures of experts"),
+    ):
+        assert f"| {name} | {' | '.join(found[of])} |" in README, name
+    rows, median, _ = found["dense models on Hopper"]
+    index = " ".join((ROOT / "docs" / "index.md").read_text().split())
+    assert f"{rows} published rows of dense models on Hopper" in index
+    assert f"off by {median} in the median" in index
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_and_named_files_exist(page):
     for name, function in re.findall(
