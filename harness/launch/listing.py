@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.launch.state import RunState
-from harness.launch.sweep.folder import Point, Skipped, labels
+from harness.launch.sweep.folder import Point, Skipped, names_of
 from harness.metrics.window import THROUGHPUT
 from harness.run.folder import RunFolder
 from harness.util.tables import Column, Table
@@ -38,9 +38,7 @@ def rows_of(
     ``objective`` is the column of ``result.json`` that a study optimizes.
     """
     rows = []
-    for name, point, run in zip(
-        labels([point.overrides for point in points]), points, seen, strict=True
-    ):
+    for name, point, run in zip(names_of(points), points, seen, strict=True):
         row: Row = {
             "run": name,
             "run_dir": run.run_dir,

@@ -29,6 +29,7 @@ from harness.launch.sweep.folder import (
     SweepFolder,
     command_of,
     labels,
+    names_of,
     typed_overrides,
 )
 from harness.metrics.mfu import mfu
@@ -64,7 +65,7 @@ def load(folder: Path) -> list[Row]:
         )
     points = [Point(path.name, path, typed_overrides(path)) for path in runs]
     # Started one by one, they may have the same overrides.
-    names = labels([point.overrides for point in points])
+    names = names_of(points)
     names = [
         name if names.count(name) == 1 else f"{name} {point.id}"
         for name, point in zip(names, points, strict=True)
@@ -91,7 +92,7 @@ def of_sweep(folder: SweepFolder) -> list[Row]:
 
 def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
     """Return rows of points that have a job, in order; named by their overrides unless names are given."""
-    names = labels([point.overrides for point in points]) if names is None else names
+    names = names_of(points) if names is None else names
     seen, _ = read_or_warn([point.run_dir for point in points])
     rows = []
     for name, point, each in zip(names, points, seen, strict=True):

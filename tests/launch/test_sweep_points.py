@@ -24,6 +24,7 @@ from harness.launch.sweep.folder import (
     SweepFolder,
     folder_of,
     labels,
+    names_of,
     unique_points,
 )
 from harness.launch.sweep.run import arrays_of
@@ -124,6 +125,14 @@ def test_a_sweep_is_named_as_its_jobs_are(tmp_path):
 )
 def test_names_of_points_are_what_differs(typed, others, names):
     assert labels([each.split() for each in typed], [each.split() for each in others]) == names
+
+
+def test_a_run_with_no_override_of_its_own_is_called_by_its_id(tmp_path):
+    alone, other = (Point(name, tmp_path, [f"a=1{more}"]) for name, more in (("x", ""), ("y", "2")))
+    base = Point("z", tmp_path, [])
+    assert names_of([alone]) == ["x"]
+    assert names_of([alone, other]) == ["a=1", "a=12"]
+    assert names_of([base, alone]) == ["z", "a=1"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from harness.util.files import LockedError, lock, sync_file
 FILE = "sweep.jsonl"
 LOCK = ".sweep.lock"
 LONGEST_NAME = 120
+_ALONE = "the only point"
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,13 @@ def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] =
     if len(set(named)) < len(named):
         named = _without(overrides, shared)
     # An override of a mapping's key begins with ++ in Hydra's syntax. Users have not typed it.
-    return [re.sub(r"(^| )\+\+", r"\1", name) or "the only point" for name in named]
+    return [re.sub(r"(^| )\+\+", r"\1", name) or _ALONE for name in named]
+
+
+def names_of(points: Sequence[Point]) -> list[str]:
+    """Name points as ``labels`` does, and by its id a point that has no override of its own."""
+    names = labels([point.overrides for point in points])
+    return [point.id if name == _ALONE else name for name, point in zip(names, points, strict=True)]
 
 
 def _without(points: Sequence[Sequence[str]], left_out: set[str]) -> list[str]:

@@ -29,7 +29,7 @@ from harness.launch.sweep.folder import (
     Point,
     Skipped,
     SweepFolder,
-    labels,
+    names_of,
     override_key,
     run_dir_of,
     sets_label,
@@ -291,7 +291,7 @@ class Study:
             states = states_of(busy)
             busy = [each for each, seen in zip(busy, states, strict=True) if seen.state in BUSY]
             # A point that SLURM starts again is followed once more.
-            if busy and follow_points(busy, labels([each.overrides for each in busy])) is None:
+            if busy and follow_points(busy, names_of(busy)) is None:
                 raise KeyboardInterrupt
         ended = {each.run_dir: each for each in states_of(points)}
         for name, trial, composed in batch:

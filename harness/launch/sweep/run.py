@@ -26,6 +26,7 @@ from harness.launch.sweep.folder import (
     constant_labels,
     folder_of,
     labels,
+    names_of,
     sets_label,
     unique_points,
 )
@@ -280,7 +281,7 @@ def _show_dry(folder: SweepFolder, points: Sequence[Point], skipped: Sequence[Sk
 
 def _run_here(points: Sequence[Point]) -> bool:
     """Run points one after another; return whether the user interrupted them."""
-    names = labels([point.overrides for point in points])
+    names = names_of(points)
     with progress(len(points)) as show:
         for name, point in zip(names, points, strict=True):
             show(name)
@@ -308,7 +309,7 @@ def run_point(point: Point) -> int:
 def _finish(
     folder: SweepFolder, points: Sequence[Point], stopped: bool, submitted_only: bool
 ) -> int:
-    names = labels([each.overrides for each in points])
+    names = names_of(points)
     waits = any(each.job.cluster.wait for each in points)
     if submitted_only and not waits:
         sys.stderr.write(f"harness runs {folder.path}\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.fields import from_dict
-from harness.launch.sweep.folder import Point, command_of, labels
+from harness.launch.sweep.folder import Point, command_of, names_of
 from harness.run.folder import RunFolder
 from harness.run.result import write_json_atomically
 from harness.train.rows import metrics_of_result
@@ -130,7 +130,7 @@ def best_in_words(record: StudyRecord, points: Sequence[Point]) -> str:
     best = record.best_of(points)
     if best is None:
         return ""
-    names = labels([point.overrides for point in points])
+    names = names_of(points)
     value = record.format(record.value(RunFolder(best.run_dir).row))
     found = f"best ({record.describe()}): {names[points.index(best)]}: {value}"
     return f"{found}\n  {command_of(best.overrides)}\n"
