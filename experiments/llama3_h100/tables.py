@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtitan_rows
+from bars import bars
 from torchtitan_rows import ASKED, FOLDER, Published, Recipe
 
 from harness.compose.composer import Composed, compose_job
@@ -35,7 +36,6 @@ from harness.run.folder import run_folders
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.verb import plan
-from harness.tools.report import plots
 from harness.tools.report.predictions import (
     MEMORY,
     METRICS,
@@ -323,7 +323,7 @@ def report(
         blocks.append(Table(_OF_PUBLISHED, table.rows, table.words, notes))
         picture = f"{table.name}.png"
         points = [row["point"] for row in table.rows]
-        if plots.bars(folder / picture, f"{table.words}: {table.subject}", points, table.rows):
+        if bars(folder / picture, f"{table.words}: {table.subject}", points, table.rows):
             blocks.append(Figure(picture, table.words))
     rows = [row for table in tables for row in table.rows]
     summary = [*_summary(tables, rows, found), *constants_in_words(calibration)]

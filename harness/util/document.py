@@ -23,7 +23,15 @@ class Figure:
     alt: str
 
 
-Block = str | Table | Figure
+@dataclass(frozen=True)
+class Markup:
+    """A part of a page as HTML, in which all names are escaped, with a text for Markdown."""
+
+    html: str
+    text: str
+
+
+Block = str | Table | Figure | Markup
 """A part of a document. A text is a paragraph, a list if it begins with ``- ``, a heading if with ``## ``;
 words in backticks are code."""
 
@@ -58,6 +66,8 @@ def to_markdown(*blocks: Block) -> str:
             parts.append(each)
         elif isinstance(each, Figure):
             parts.append(f"![{each.alt}]({each.path})")
+        elif isinstance(each, Markup):
+            parts.append(each.text)
         else:
             parts += [f"## {each.title}" if each.title else "", *each.notes, _grid(each)]
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n\n".join(part for part in parts if part) + "\n")
@@ -92,6 +102,8 @@ table {{ border-collapse: collapse; font-size: 0.86rem; font-variant-numeric: ta
 th, td {{ padding: 0.3rem 0.7rem; text-align: left; vertical-align: top; border-bottom: 1px solid #8884; }}
 th {{ cursor: pointer; }}
 .number {{ text-align: right; white-space: nowrap; }}
+td:first-child, td:last-child {{ min-width: 7rem; }}
+td[style] {{ background: linear-gradient(#2f93cf 0 0) no-repeat 0 100% / var(--share) 3px; }}
 .marked {{ font-weight: 600; background: #ffaa0022; }}
 img {{ max-width: 100%; min-width: 40rem; margin: 1rem 0; border-radius: 4px; background: #fff; }}
 @media (prefers-color-scheme: dark) {{ img {{ filter: invert(0.93) hue-rotate(180deg); }} }}
@@ -131,6 +143,8 @@ def to_html(title: str, blocks: Sequence[Block], folder: Path) -> str:
             data = base64.b64encode((folder / each.path).read_bytes()).decode()
             image = f'<img alt="{html.escape(each.alt)}" src="data:image/png;base64,{data}">'
             parts.append(f'<div class="scroll">{image}</div>')
+        elif isinstance(each, Markup):
+            parts.append(each.html)
         else:
             parts += [
                 _paragraph(f"## {each.title}") if each.title else "",
@@ -161,11 +175,15 @@ def _html_table(table: Table) -> str:
     ]
     lines = [f"<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>"]
     for row, texts in zip(table.rows, table.cells(), strict=True):
-        values = ["" if (value := row.get(each.key)) is None else value for each in columns]
-        cells = "".join(
-            f'<td{kind} data-value="{html.escape(str(value))}">{_code(cell)}</td>'
-            for kind, value, cell in zip(kinds, values, texts, strict=True)
-        )
+        cells = ""
+        for column, kind, text in zip(columns, kinds, texts, strict=True):
+            value = row.get(column.key)
+            bar = ""
+            if column.has_bars and value:
+                largest = max(each.get(column.key) or 0 for each in table.rows)
+                bar = f' style="--share: {value / largest:.0%}"'
+            data = "" if value is None else html.escape(str(value))
+            cells += f'<td{kind}{bar} data-value="{data}">{_code(text)}</td>'
         lines.append(
             f'<tr class="marked">{cells}</tr>' if table.is_marked(row) else f"<tr>{cells}</tr>"
         )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import product
 from math import log10
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from harness.util.files import write_atomically
@@ -64,11 +63,6 @@ def save(figure: Figure, path: Path, title: str = "", handles: Sequence[Any] = (
     # Omit matplotlib's version, so that equal pictures are equal files.
     figure.savefig(image, format="png", dpi=140, metadata={"Software": None})
     write_atomically(path, image.getvalue())
-
-
-def smoothed(values: Sequence[float], steps: int) -> list[float]:
-    """Mean of the last ``steps`` values at every step; of fewer at the start."""
-    return [fmean(values[max(0, end - steps) : end]) for end in range(1, len(values) + 1)]
 
 
 def ticks(low: float, high: float) -> list[float]:

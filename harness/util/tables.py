@@ -23,6 +23,8 @@ class Column:
     heading: str
     form: str | Callable[[Any], str] = ""
     """Form of its numbers, which are aligned to the right; empty: text."""
+    has_bars: bool = False
+    """Whether a page shows the share of the column's largest value as a bar."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from harness.util.document import Document, Figure, to_html
+from harness.util.document import Document, Figure, Markup, to_html
 from harness.util.tables import Column, Table, aligned, to_csv, to_text
 from harness.util.words import seconds
 
@@ -43,6 +43,8 @@ Of `a` < b.
 | a\\|b &lt;img> | – | 2.00 s | no |
 
 ![A picture](made.png)
+
+A `curve`.
 """
 
 
@@ -87,7 +89,10 @@ class Tags(HTMLParser):
 def test_a_document(tmp_path):
     (tmp_path / "made.png").write_bytes(b"\x89PNG")
     made = Document(
-        "made", ["the fastest: `tp=1`"], [TABLE, Figure("made.png", "A picture")], TABLE.rows
+        "made",
+        ["the fastest: `tp=1`"],
+        [TABLE, Figure("made.png", "A picture"), Markup("<p>&lt;</p>", "A `curve`.")],
+        TABLE.rows,
     )
     names = ("made.md", "made.csv", "made.html")
     assert made.write(tmp_path, *names) == [str(tmp_path / name) for name in (*names, "made.png")]
@@ -105,4 +110,5 @@ def test_a_document(tmp_path):
     ]
     assert page.count('<tr class="marked">') == 1 and "<p>Of <code>a</code> &lt; b.</p>" in page
     assert "<ul><li>one</li><li>two</li></ul>" in page and "a|b &lt;img&gt;" in page
+    assert "<p>&lt;</p>" in page and "A `curve`" not in page
     assert to_html("<b>", [], tmp_path).count("&lt;b&gt;") == 2

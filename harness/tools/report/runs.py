@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from harness.config.job import Job, differing_numerics
 from harness.launch.rows import Row, fastest_first, job_of
@@ -10,10 +9,10 @@ from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.result import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration
-from harness.tools.report import plots
+from harness.tools.report.curves import curves_of, lowest_in_words, markup_of
 from harness.tools.report.predictions import MEMORY, RATE, errors_in_words
 from harness.tools.report.rounds import tables_of_rounds
-from harness.util.document import Block, Document, Figure
+from harness.util.document import Block, Document
 from harness.util.tables import Column, Table
 from harness.util.words import plural, shortened
 
@@ -21,20 +20,23 @@ from harness.util.words import plural, shortened
 LONGEST_LIST = 110
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
-_OF_LOSSES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
-mean. The lowest loss at the end is named first. Time is that of training, without validation and saving."""
+_OF_CURVES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
+mean. The lowest loss at the end is named first. Time is that of training, without validation and saving. \
+The pointer reads the nearest point."""
+_THINNED = """The curves are thinned: a point is the mean of several rows, with a band from the lowest to \
+the highest."""
 
 _OF_RUNS = (
     Column("point", "run"),
     Column("layout", "layout"),
     Column("world_size", "ranks", ",d"),
-    Column(f"measured.{RATE}", "tokens/s/rank", ",.1f"),
+    Column(f"measured.{RATE}", "tokens/s/rank", ",.1f", has_bars=True),
     Column("measured.spread", "spread", ".1%"),
     Column(f"predicted.{RATE}", "predicted", ",.1f"),
     Column(f"delta.{RATE}", "error", "+.1%"),
     Column("measured.mfu", "MFU", ".1%"),
     Column("predicted.mfu", "MFU, predicted", ".1%"),
-    Column(f"measured.{MEMORY}", "memory, GiB", ".2f"),
+    Column(f"measured.{MEMORY}", "memory, GiB", ".2f", has_bars=True),
     Column(f"predicted.{MEMORY}", "memory, predicted", ".2f"),
     Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
     Column(f"torchtitan.{RATE}", "torchtitan, tokens/s/rank", ",.1f"),
@@ -51,12 +53,11 @@ _STATES = (
 def report_runs(
     title: str,
     rows: Sequence[Row],
-    folder: Path,
     calibration: Calibration | None = None,
     study: StudyRecord | None = None,
     smooth: int = 1,
 ) -> Document:
-    """Report measured and predicted results of runs, and write the pictures into ``folder``.
+    """Report measured and predicted results of runs, with their curves.
 
     Args:
         rows: rows with predictions, made with the constants of ``calibration``.
@@ -76,14 +77,20 @@ def report_runs(
         blocks.append(Table(columns, ranked, "Study", [text], best["point"]))
         value = study.format(study.value(best))
         summary.append(f"The best ({study.describe()}): `{best['point']}`, {value}.")
-    blocks += [*tables_of_rounds(rows), *_runs(title, rows, folder)]
-    if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
-        blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
+    blocks += [*tables_of_rounds(rows), _runs(rows)]
+    curves = curves_of(rows, smooth)
+    if study is None:
+        summary += lowest_in_words(curves)
+    if curves:
+        text = _OF_CURVES
+        if any(curve.is_thinned for curve in curves):
+            text = f"{text} {_THINNED}"
+        blocks += ["## Curves", text, markup_of(curves, smooth)]
     return Document(title, summary + constants_in_words(calibration), blocks, rows)
 
 
-def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
-    """Return the table of runs, the fastest first and marked, and its picture.
+def _runs(rows: Sequence[Row]) -> Table:
+    """Return the table of runs, the fastest first and marked.
 
     The last rows are points of the space that are not valid jobs, with the rule that they violate.
     """
@@ -99,16 +106,14 @@ def _runs(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
         notes.append(f"The numerics of runs differ ({named}): compare losses as well as speed.")
     if any(row.get("measured.spread") for row in ordered):
         notes.append(f"{THROUGHPUT}. {SPREAD}")
-    names = [row["point"] for row in ordered]
-    best = names[0] if names and f"measured.{RATE}" in ordered[0] else None
+    best = None
+    if ordered and f"measured.{RATE}" in ordered[0]:
+        best = ordered[0]["point"]
     evaluated = [
         Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in evaluated_columns(rows)
     ]
     columns = (*_OF_RUNS, *evaluated, *_STATES)
-    blocks: list[Block] = [Table(columns, [*ordered, *skipped], "Runs", notes, best)]
-    if plots.bars(folder / "runs.png", f"{title}: throughput and memory", names, ordered):
-        blocks.append(Figure("runs.png", "Runs"))
-    return blocks
+    return Table(columns, [*ordered, *skipped], "Runs", notes, best)
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:

@@ -10,7 +10,6 @@ from harness.launch.rows import load
 from harness.launch.sweep.study import StudyRecord
 from harness.tools.report.fits import fits_of, report_fits
 from harness.tools.report.phases import report_phases
-from harness.tools.report.plots import can_draw
 from harness.tools.report.predictions import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.runs import report_runs
 from harness.util.document import Document, to_markdown
@@ -24,7 +23,6 @@ _FILES = {
     "phases": ("phases.md", "phases.csv", "phases.html"),
     "fits": ("fits.md", "fits.csv", "fits.html"),
 }
-_NOT_DRAWN = "without pictures: matplotlib is not installed; would work: pip install -e '.[report]'"
 
 
 def report(
@@ -75,7 +73,7 @@ def report(
         return replace(written, text=f"{table}\n{written.text}")
     rows = with_predictions(load(folder), constants)
     study = StudyRecord.read(folder)
-    made = report_runs(folder.resolve().name, rows, out, constants, study, smooth or 1)
+    made = report_runs(folder.resolve().name, rows, constants, study, smooth or 1)
     return _written(made, out, "runs")
 
 
@@ -88,8 +86,6 @@ def _written(made: Document, out: Path, kind: str) -> Result:
         "rows": list(made.rows),
     }
     lines = [*made.summary, *files]
-    if not can_draw():
-        lines.append(_NOT_DRAWN)
     return Result(data, "".join(f"{line}\n" for line in lines))
 
 

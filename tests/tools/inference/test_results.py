@@ -30,8 +30,6 @@ def test_report_has_the_newest_evaluations(tmp_path):
     append(run.folder.path / EVALUATIONS, [{"task": "lm_eval:q", "acc": 0.25, "examples": 4}])
     rows = load(tmp_path / "runs")
     assert [row["evaluation.q.acc"] for row in rows] == [0.25]
-    tables = [
-        each for each in report_runs("runs", rows, tmp_path).blocks if isinstance(each, Table)
-    ]
+    tables = [each for each in report_runs("runs", rows).blocks if isinstance(each, Table)]
     [table] = [each for each in tables if each.title == "Runs"]
     assert "0.2500" in table.cells()[0]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from gpu_cases import report_rows
-from made import DEVICE, leave, make_sweep, rate_of, result
+from made import DEVICE, leave_run, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
 from harness.launch.listing import rows_of, table_of
@@ -21,12 +19,10 @@ from harness.launch.sweep.folder import SweepFolder, command_of
 from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
-from harness.tools.report import plots
 from harness.tools.report.listing import list_runs
 from harness.tools.report.runs import report_runs
 from harness.tools.report.verb import report
 from harness.util.document import to_markdown
-from harness.util.encoding import dumps
 from harness.util.errors import UserError
 from harness.util.tables import Table, to_text
 
@@ -79,7 +75,7 @@ def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path):
     assert f"slow: {said[:60]}" in list_runs(folder).text
     rows = load(folder)
     assert [row["slow"] for row in rows if "slow" in row] == [said]
-    assert f"| {said} |" in to_markdown(*report_runs("made", rows, tmp_path).blocks)
+    assert f"| {said} |" in to_markdown(*report_runs("made", rows).blocks)
     assert "slow" not in read_kept(keep(tmp_path, rows).parent)[0]
 
 
@@ -89,7 +85,7 @@ def test_names_are_no_html(tmp_path):
     rows = [{**row, "point": f"{row['point']} {bad}", "reason": bad} for row in load(made)]
     folder = made.rename(tmp_path / "a <img src=x>")
     report(folder)
-    report_runs(bad, rows, tmp_path).write(tmp_path, "made.md", "made.csv", "made.html")
+    report_runs(bad, rows).write(tmp_path, "made.md", "made.csv", "made.html")
     for text in ((tmp_path / "made.md").read_text(), (folder / "report" / "tables.md").read_text()):
         assert "&lt;" in text and "<script" not in text and "</" not in text and "<img" not in text
 
@@ -222,27 +218,6 @@ def test_the_job_of_a_row_is_the_job(tmp_path):
     assert job_of(flatten(result(job, 1.0))) == job
 
 
-COMMON = [
-    *("data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "training.steps=20"),
-    *(
-        "metrics.log_interval=5",
-        "training.seq_len=32",
-        "training.global_batch_size=8",
-        "checkpoint.enable=false",
-    ),
-]
-
-
-def leave_run(runs, *typed, losses=()):
-    """Leave a run, with its losses as pairs of step and loss."""
-    overrides = [*COMMON, *typed, f"runs_dir={runs}"]
-    job = compose_job(overrides)
-    leave(job, overrides, result(job, rate_of(job)))
-    facts = [{"step": n, "loss": loss, "tokens": 8 * n, "step_seconds": 0.5} for n, loss in losses]
-    lines = [f"{dumps(row)}\n" for row in facts]
-    (Path(job.run_dir) / "metrics.jsonl").write_text("".join(lines))
-
-
 def test_runs_are_named_by_the_overrides_that_differ(tmp_path):
     for rate in ("1e-3", "2e-3"):
         leave_run(tmp_path, "model=llama3_tiny", "training.seed=3", f"optimizer.lr={rate}")
@@ -261,64 +236,7 @@ def test_differing_models_are_summarized(tmp_path):
     rows = load(tmp_path / "runs")
     models = ("deepseek_v3_debug", "llama3_tiny", "llama4_debug")
     assert sorted(row["point"] for row in rows) == [f"model={model}" for model in models]
-    table = report_runs("t", rows, tmp_path).blocks[0]
+    table = report_runs("t", rows).blocks[0]
     assert isinstance(table, Table)
     text = table.notes[0]
     assert text.startswith("The numerics of runs differ (model.") and len(text) < 200
-
-
-def test_losses_of_runs(tmp_path, monkeypatch):
-    runs = {
-        ("optimizer.lr=1e-3", "training.seed=1"): [(1, 3.0), (2, 2.0), (3, 1.5)],
-        ("optimizer.lr=1e-3", "training.seed=2"): [
-            (1, 3.2),
-            (2, 9.0),
-            (2, 2.2),
-            (3, 1.7),
-        ],  # resumed
-        ("optimizer.lr=2e-3",): [(1, 3.0), (2, math.nan), (3, 1.0)],
-        **{(f"optimizer.lr={n}e-4",): [(1, 3.0), (2, 2.0), (3, 2.0 + n)] for n in range(1, 9)},
-    }
-    for typed, losses in runs.items():
-        leave_run(tmp_path, "model=llama3_tiny", *typed, losses=losses)
-    figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
-    control = "lr=1e-3 (2 seeds)"
-    for smooth, seeds in ((1, [3.1, 2.1, 1.6]), (2, [3.1, 2.6, 1.85])):
-        assert plots.losses(tmp_path / "x.png", "t", load(tmp_path), smooth)
-        for axis, last in zip(figures[-1].axes, (3, 24, 1.5 / 3600), strict=True):
-            lines = {line.get_label(): line for line in axis.lines}
-            named = [f"lr={n}e-4" for n in range(1, 7)]
-            assert [name for name in lines if name[0] != "_"] == [
-                "lr=2e-3",
-                control,
-                *named,
-                "2 more",
-            ]
-            assert list(lines[control].get_ydata()) == pytest.approx(seeds)
-            assert lines[control].get_xdata()[-1] == last
-            assert math.isnan(lines["lr=2e-3"].get_ydata()[1])
-            [band] = axis.collections
-            assert band.get_paths()[0].get_extents().y1 == 3.2
-
-
-FALLING = [9.0, 6.0, 4.0, *(3 - 0.02 * step for step in range(47))]
-
-
-@pytest.mark.parametrize(
-    ("losses", "above"),
-    [
-        ([FALLING], 1),
-        ([FALLING, [*FALLING[:20], *(1e4 for _ in range(30))]], 32),  # one diverges
-        ([FALLING[:1]], 0),
-    ],
-)
-def test_what_a_picture_of_losses_leaves_out(losses, above, tmp_path, monkeypatch):
-    for seed, run in enumerate(losses):
-        lr = f"optimizer.lr={seed + 1}e-3"
-        leave_run(tmp_path, "model=llama3_tiny", lr, losses=enumerate(run, start=1))
-    figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, *_: figures.append(figure))
-    assert plots.losses(tmp_path / "x.png", "t", load(tmp_path))
-    axis = figures[0].axes[0]
-    assert sum(value > axis.get_ylim()[1] for run in losses for value in run) == above
