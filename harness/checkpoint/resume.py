@@ -16,6 +16,7 @@ from harness.checkpoint.catalog import (
     is_url,
     open_checkpoint,
 )
+from harness.config.component import without_folders
 from harness.config.fields import EXECUTION, REMOVED
 from harness.config.job import Job, numerics_of
 from harness.run.folder import RunFolder, run_folders
@@ -228,7 +229,11 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
     curve = max(saved.get("training.steps") or 0, saved.get("schedule.total_steps") or 0)
     same_curve = curve == job.schedule.curve_steps(job.steps)
     # Fields added since the checkpoint was written cannot be compared.
-    names = [name for name, value in own.items() if name in saved and saved[name] != value]
+    names = [
+        name
+        for name, value in own.items()
+        if name in saved and without_folders(saved[name]) != without_folders(value)
+    ]
     for removed in REMOVED:
         is_other = removed.name in saved and saved[removed.name] != removed.value
         if is_other and removed.role != EXECUTION:

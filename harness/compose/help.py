@@ -184,7 +184,8 @@ def _added(config: Any) -> Iterator[FieldHelp]:
     chosen = []
     for name, (registry, choice) in _REGISTRIES.items():
         part, _, key = choice.partition(".")
-        chosen.append((name, registry, config.get(part, {}).get(key)))
+        entry = config.get(part, {}).get(key)
+        chosen.append((name, registry, registry.recorded(entry) if entry else entry))
     views = config.get("metrics", {}).get("views") or {}
     chosen += [(f"metrics.views.{view}", VIEWS, view) for view in views]
     for name, registry, entry in chosen:

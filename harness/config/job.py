@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
+from harness.config.component import Component, digest_of, without_folders
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import (
     EXECUTION,
@@ -25,11 +25,12 @@ from harness.config.fields import (
 )
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
-from harness.config.optimizer import OptimizerConfig, ScheduleConfig
+from harness.config.optimizer import DECAYS, KINDS, OptimizerConfig, ScheduleConfig
 from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.texts import validate_texts
 from harness.config.training import (
+    OBSERVERS,
     ActivationCheckpointConfig,
     CompileConfig,
     DebugConfig,
@@ -167,6 +168,16 @@ class Job:
         return self.compile.enable or (on_gpu and needs_compiler)
 
     @property
+    def components(self) -> list[Component]:
+        """The components in files that the job names."""
+        found = [
+            *map(KINDS.file, sorted(self.optimizer.kinds)),
+            DECAYS.file(self.schedule.decay_type),
+            *map(OBSERVERS.file, self.training.observers),
+        ]
+        return list(filter(None, found))
+
+    @property
     def plain(self) -> Job:
         """The job without the options of a verb."""
         return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
@@ -244,8 +255,12 @@ def differing_numerics(a: Job, b: Job) -> list[str]:
     """Return the names of the numeric fields in which two jobs differ."""
     first = numerics_of(a)
     second = numerics_of(b)
-    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    return [
+        name
+        for name in {**first, **second}
+        if without_folders(first.get(name)) != without_folders(second.get(name))
+    ]
 
 
 def _digest(pairs: list[tuple[str, Any]]) -> str:
-    return hashlib.sha256(json.dumps(pairs, sort_keys=True).encode()).hexdigest()[:12]
+    return digest_of(without_folders(pairs).encode())

@@ -83,6 +83,7 @@ KINDS: Registry[Kind] = Registry(
     },
     field="optimizer.kind",
     expects="harness.config.optimizer:Kind",
+    has_files=True,
 )
 
 
@@ -139,6 +140,7 @@ DECAYS: Registry[Decay] = Registry(
     },
     field="schedule.decay_type",
     expects="harness.config.optimizer:Decay",
+    has_files=True,
 )
 """Shapes of the decay."""
 
@@ -149,8 +151,8 @@ class OptimizerConfig:
     (kellerjordan.github.io/posts/muon) for hidden matrices with AdamW for all other tensors."""
 
     kind: str = numerics("adamw", choices=KINDS, id_omits_default=True)
-    """The update rule. Muon orthogonalizes the updates of hidden matrices; AdamW updates embeddings, the
-    output projection, routers, norms and other vectors."""
+    """The update rule, or FILE.py:NAME of another. Muon orthogonalizes the updates of hidden matrices; AdamW
+    updates embeddings, the output projection, routers, norms and other vectors."""
     lr: float = numerics(8e-4, least=0)
     """Peak learning rate, reached at the end of the warm-up."""
     beta1: float = numerics(0.9, least=0, below=1, needs=BETAS)
@@ -196,11 +198,18 @@ class OptimizerConfig:
         iterations = self.newton_schulz_dtype
         if "muon" in self.kinds:
             iterations = iterations or param_dtype
+        kind = KINDS.recorded(self.kind)
+        groups = []
+        for group in self.groups:
+            of_group = {"kind": KINDS.recorded(group["kind"])} if "kind" in group else {}
+            groups.append({**group, **of_group})
         return replace(
             self,
+            kind=kind,
+            groups=groups,
             state_dtype=self.state_dtype or master_dtype,
             newton_schulz_dtype=iterations,
-            options=KINDS.resolve_options(self.kind, self.options),
+            options=KINDS.resolve_options(kind, self.options),
         )
 
     def validate(self, master_dtype: str = "float32") -> None:
@@ -257,7 +266,7 @@ class ScheduleConfig:
     """Fraction of the curve, at the end, in which the rate decays; null: all steps after the
     warm-up."""
     decay_type: str = numerics("linear", choices=DECAYS, needs=DECAY)
-    """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
+    """Shape of the decay: linear, sqrt (1 - sqrt), cosine, or FILE.py:NAME of another."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a shape that another package has added."""
     min_lr_factor: float = numerics(0.0, least=0, most=1, needs=DECAY)
@@ -273,7 +282,12 @@ class ScheduleConfig:
     training.seq_len."""
 
     def resolve(self) -> ScheduleConfig:
-        return replace(self, options=DECAYS.resolve_options(self.decay_type, self.options))
+        decay_type = DECAYS.recorded(self.decay_type)
+        return replace(
+            self,
+            decay_type=decay_type,
+            options=DECAYS.resolve_options(decay_type, self.options),
+        )
 
     def curve_steps(self, steps: int) -> int:
         return max(steps, self.total_steps or 0)

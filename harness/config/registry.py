@@ -5,6 +5,7 @@ A package adds ``sgd`` to ``optimizer.kind`` in its pyproject.toml (docs/howto/e
     [project.entry-points."harness.optimizer"]
     sgd = "my_package.sgd:SGD"
 
+Some fields also take a name in a file, ``my_conf/sgd.py:SGD`` (``harness/config/component.py``).
 Values are imported when they are used, so a table may name modules that import torch and be read
 without it.
 """
@@ -17,6 +18,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from harness.config.component import WORKS, Component, MissingPackageError
 from harness.config.fields import check_rules, default_of, from_dict
 from harness.util.errors import ConfigError, UserError
 
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Value = TypeVar("Value")
-
-
-class MissingPackageError(ConfigError):
-    """No installed package adds the name that a job uses."""
 
 
 class Registry(Generic[Value]):
@@ -42,6 +40,7 @@ class Registry(Generic[Value]):
         field: the field that chooses a name, for errors.
         expects: where the class is (``module:attribute``) that a plugin's value is an instance or
             subclass of; None: any value.
+        has_files: whether a name may be that of a component in a file.
     """
 
     def __init__(
@@ -51,15 +50,19 @@ class Registry(Generic[Value]):
         *,
         field: str,
         expects: str | None = None,
+        has_files: bool = False,
     ) -> None:
         self.kind = kind
         self.field = field
         self._builtins = dict(builtins)
         self._expects = expects
+        self._has_files = has_files
         self._loaded: dict[str, Value] = {}
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and (name in self._builtins or name in self.plugins)
+        if not isinstance(name, str):
+            return False
+        return name in self._builtins or self.file(name) is not None or name in self.plugins
 
     def __iter__(self) -> Iterator[str]:
         yield from self._builtins
@@ -69,9 +72,10 @@ class Registry(Generic[Value]):
         """Return the value of a name.
 
         Raises:
-            MissingPackageError: no installed package adds the name.
+            MissingPackageError: no installed package adds the name, or its file is not as it was.
             UserError: two packages have the name, or the package that has it cannot be imported.
         """
+        name = self.recorded(name)  # or a file that has changed would stay as it was
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
@@ -85,10 +89,20 @@ class Registry(Generic[Value]):
         field = f"{self.field.rpartition('.')[0]}.options"
         return resolve_options(options, value.options, field, f"{self.field}={name}")
 
+    def recorded(self, name: str) -> str:
+        """Return a name as a job records it: that of a component in a file with the file's digest.
+
+        Raises:
+            MissingPackageError: the file cannot be used.
+        """
+        component = self.file(name)
+        return name if component is None else component.recorded()
+
     @property
     def more(self) -> list[str]:
         """What would work besides the names, for errors."""
-        return [f"or install the package that adds it (entry points of group harness.{self.kind})"]
+        works = f"or install the package that adds it (entry points of group harness.{self.kind})"
+        return [works, f"or {WORKS}"] if self._has_files else [works]
 
     @functools.cached_property
     def plugins(self) -> dict[str, EntryPoint]:
@@ -112,6 +126,12 @@ class Registry(Generic[Value]):
         if name in self._builtins:
             value = self._builtins[name]
             return load_attribute(value) if isinstance(value, str) else value
+        component = self.file(name)
+        if component is not None:
+            loaded = component.load()
+            if problem := self._misfit(loaded):
+                raise component.refusal(problem)
+            return cast("Value", loaded)
         if name not in self.plugins:
             rule = (
                 f"no installed package adds this name (entry points of group harness.{self.kind})"
@@ -126,15 +146,21 @@ class Registry(Generic[Value]):
             raise self._broken(
                 entry, f"cannot be imported: {type(error).__name__}: {error}"
             ) from error
-        if self._expects is not None:
-            kind = load_attribute(self._expects)
-            fits = (
-                issubclass(loaded, kind) if isinstance(loaded, type) else isinstance(loaded, kind)
-            )
-            if not fits:
-                expected = f"{kind.__module__}.{kind.__qualname__}"
-                raise self._broken(entry, f"has {entry.value}, which is no {expected}")
+        if problem := self._misfit(loaded):
+            raise self._broken(entry, f"has {entry.value}, which {problem}")
         return cast("Value", loaded)
+
+    def file(self, name: object) -> Component | None:
+        """Return the component that a name stands for; None if it is no name in a file."""
+        return Component.of(self.field, name) if self._has_files else None
+
+    def _misfit(self, loaded: Any) -> str:
+        """Why a value is not of the expected class; empty if it is."""
+        if self._expects is None:
+            return ""
+        kind = load_attribute(self._expects)
+        fits = issubclass(loaded, kind) if isinstance(loaded, type) else isinstance(loaded, kind)
+        return "" if fits else f"is no {kind.__module__}.{kind.__qualname__}"
 
     def _broken(self, entry: EntryPoint, problem: str) -> UserError:
         return UserError(f"{self.field}={entry.name}: the package {_package(entry)} {problem}")

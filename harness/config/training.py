@@ -151,6 +151,7 @@ OBSERVERS: Registry[Any] = Registry(
     },
     field="training.observers",
     expects="harness.train.observer:Observer",
+    has_files=True,
 )
 """Observers of the training loop. Fields of the job add those that are built in."""
 MATMUL_PRECISIONS = ("highest", "high")
@@ -199,7 +200,9 @@ class TrainingConfig:
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to
     collect."""
     observers: list[str] = label(factory=list, choices=OBSERVERS)
-    """More observers of the loop, by name. Packages can add observers."""
+    """More observers of the loop, by name or as FILE.py:NAME. Packages can add observers."""
+    observer_digests: list[str] = numerics(factory=list, id_omits_default=True)
+    """Digests of the files of observers, which resolving the job sets."""
 
     def check_device(self, *, on_cpu: bool) -> None:
         """Refuse an attention backend that cannot train on a CPU; each rank checks its own device again."""
@@ -242,7 +245,18 @@ class TrainingConfig:
                 shares = f"a rank's share of every batch: {shown} / {replicas} data-parallel ranks"
             rule = f"must divide {shares}"
             raise ConfigError("training.local_batch_size", local, rule, divisors(share))
-        return replace(self, local_batch_size=local, global_batch_size=size)
+        observers = [OBSERVERS.recorded(name) for name in self.observers]
+        digests = [file.digest for name in observers if (file := OBSERVERS.file(name))]
+        if self.observer_digests not in ([], digests):
+            rule = "must be those of the files in training.observers"
+            raise ConfigError("training.observer_digests", self.observer_digests, rule, [digests])
+        return replace(
+            self,
+            local_batch_size=local,
+            global_batch_size=size,
+            observers=observers,
+            observer_digests=digests,
+        )
 
 
 def parse_count(name: str, value: int | float | str) -> int:

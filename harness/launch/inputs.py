@@ -14,6 +14,7 @@ from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
 from harness.config.data_kinds import DATA_KINDS, sources_of
 from harness.config.job import Job
 from harness.config.registry import load_attribute
+from harness.config.training import OBSERVERS
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
@@ -58,6 +59,9 @@ def require_inputs(job: Job) -> None:
         raise ConfigError(
             "tokenizer.path", tokenizer, "there is no such file", f"{works}a tokenizer file"
         )
+    for name in job.training.observers:
+        if OBSERVERS.file(name):
+            OBSERVERS[name]
     initial = job.checkpoint.initial_load_path
     field = "checkpoint.initial_load_path"
     if initial and not is_url(initial) and is_missing(field, initial.removeprefix("file://")):

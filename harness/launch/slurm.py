@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.config.component import COPIES
 from harness.config.job import Job
 from harness.launch.queue import NoSlurm, partition_minutes, require_slurm, submit_script
 from harness.launch.state import SlurmJobRecord
@@ -204,7 +205,7 @@ class Submission:
         else:
             command.append(str(self.run_dirs[0]))
         if self.shape.snapshot:
-            command += ["--code", str(snapshot_path(self.home))]
+            command += ["--code", str(snapshot_path(self.home, self.jobs))]
         return shlex.join(command)
 
     def submit(self) -> list[str]:
@@ -212,7 +213,7 @@ class Submission:
         require_slurm()
         check_shell(self.shape.setup)
         if self.shape.snapshot:
-            take_snapshot(self.home)
+            take_snapshot(self.home, self.jobs)
         self.folder.mkdir(parents=True, exist_ok=True)
         job_records = [
             SlurmJobRecord(self.name, i if self.is_array else None, logs=str(self.folder))
@@ -253,7 +254,7 @@ class Submission:
         ]
         code = ""
         if self.shape.snapshot:
-            path = shlex.quote(str(snapshot_path(self.home)))
+            path = shlex.quote(str(snapshot_path(self.home, self.jobs)))
             # Without PYTHONSAFEPATH `python -m` would import from the working folder first.
             code = f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1"
         if self.shape.setup:
@@ -322,17 +323,29 @@ def _environment_for_submitting(shape: Shape) -> Iterator[None]:
 _COPIED = (".py", ".yaml", ".model")
 
 
-def snapshot_path(home: Path) -> Path:
-    """Return the folder for a copy of the current code, ``home/code/<digest>``, to be put on PYTHONPATH."""
+def snapshot_path(home: Path, jobs: Sequence[Job] = ()) -> Path:
+    """Return the folder for a copy of the current code, ``home/code/<digest>``, to be put on PYTHONPATH.
+
+    The copy includes the files of components that the jobs name.
+    """
     digest = hashlib.sha256()
-    for path, content in _code(PACKAGE).items():
+    for path, content in [*_code(PACKAGE).items(), *_components(jobs).items()]:
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
     return home.absolute() / "code" / digest.hexdigest()[:12]
 
 
-def take_snapshot(home: Path) -> Path:
-    """Copy the ``harness`` package to ``snapshot_path(home)`` unless it exists; return the folder."""
-    target = snapshot_path(home)
+def _components(jobs: Sequence[Job]) -> dict[Path, bytes]:
+    """The files of components that the jobs name, by paths in a copy of the code."""
+    found = {}
+    for job in jobs:
+        for component in job.components:
+            found[Path(COPIES, f"{component.digest}.py")] = component.read()
+    return found
+
+
+def take_snapshot(home: Path, jobs: Sequence[Job] = ()) -> Path:
+    """Copy the code to ``snapshot_path(home, jobs)`` unless it is there; return the folder."""
+    target = snapshot_path(home, jobs)
     try:
         if not target.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -345,6 +358,11 @@ def take_snapshot(home: Path) -> Path:
                     (copy / path).write_bytes(content)
                     shutil.copymode(PACKAGE / path, copy / path)
                     folders |= set(path.parents)
+                for path, content in _components(jobs).items():
+                    copied = copy.parent / path
+                    copied.parent.mkdir(exist_ok=True)
+                    copied.write_bytes(content)
+                    copied.chmod(0o600)
                 for folder in folders:
                     mode = stat.S_IMODE((PACKAGE / folder).stat().st_mode)
                     (copy / folder).chmod(mode | stat.S_IRWXU)

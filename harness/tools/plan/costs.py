@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from harness.config.component import MissingPackageError
 from harness.config.model import ModelConfig
-from harness.config.registry import MissingPackageError, Registry
+from harness.config.registry import Registry
 from harness.model.accounting import attention_flops
 from harness.model.spec import TensorSpec, block_tensors
 from harness.tools.plan.activations import PartActivations, head_activations, pre_norm_activations

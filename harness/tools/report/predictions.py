@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.cluster import ClusterConfig
+from harness.config.component import MissingPackageError
 from harness.config.job import Job
-from harness.config.registry import MissingPackageError
 from harness.launch.rows import Row, job_of
 from harness.tools.plan.constants import Calibration
 from harness.util.words import GIB, plural

@@ -48,7 +48,7 @@ def build(
 
 # The plan counts a momentum buffer for each parameter.
 SGD = Kind(
-    "harness_extras.sgd:build",
+    f"{__name__}:build",
     ("momentum_buffer",),
     has_betas=False,
     has_eps=False,
