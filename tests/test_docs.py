@@ -26,7 +26,7 @@ from harness.compose.composer import (
     compose_points,
     read_space,
 )
-from harness.compose.hydra import search_path
+from harness.compose.hydra import folders_of_environment, search_path
 from harness.config import failures
 from harness.config.fields import leaves
 from harness.config.job import Job
@@ -104,6 +104,8 @@ def test_commands(command, monkeypatch, tmp_path):
     words = shlex.split(command.line)
     _use_shown_files(command, monkeypatch, tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS.get(command.section, ""))
+    if words[0].startswith("HARNESS_CONF="):
+        monkeypatch.setenv(*words.pop(0).split("="))
     if Path(words[0]).name in OTHERS.split():
         return
     if words[0] == "make":
@@ -166,7 +168,8 @@ def _check_harness(command, name, words):
             assert str(folder).startswith("runs") or (name == "report" and (ROOT / folder).is_dir())
         return
     name = line.config_name or name
-    with search_path(line.overrides, name, folders=line.config_dir or ()) as line.overrides:
+    folders = [*(line.config_dir or ()), *folders_of_environment()]
+    with search_path(line.overrides, name, folders=folders) as line.overrides:
         _check_job(command, name, schema, line)
 
 

@@ -76,7 +76,7 @@ JOB_FLAGS = (
         "--config-dir",
         action="append",
         metavar="FOLDER",
-        help="add a folder of your own files, with groups as in `conf/`",
+        help="add a folder of your own files, with groups as in `conf/`, or $HARNESS_CONF for all commands",
     ),
 )
 """Flags of verbs that take a job."""

@@ -7,6 +7,7 @@ the repository of files.
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -253,6 +254,7 @@ def special_texts(config: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str
 
 
 FLAG = "--config-dir"
+VARIABLE = "HARNESS_CONF"
 _WORKS = f"{SETTING}=[file:///FOLDER], {SETTING}=[pkg://PACKAGE.FOLDER], {FLAG} FOLDER"
 # Text that Hydra's grammar reads without quotes.
 _PLAIN = re.compile(r"[\w./:-]+", re.ASCII)
@@ -269,13 +271,14 @@ def search_path(
 ) -> Iterator[list[str]]:
     """Use the user's folders; yield the overrides, with the search path first.
 
-    The order is Hydra's: ``conf/``, the folders of ``--config-dir``, then the typed search path or,
-    without one, that of the primary config. Without any of these, the folders in use stay.
+    The order is Hydra's: ``conf/``, the folders of ``--config-dir`` and HARNESS_CONF, then the typed
+    search path or, without one, that of the primary config. Without any of these, the folders in use
+    stay.
 
     Args:
         overrides: as typed.
         primary: name of the primary config.
-        folders: values of ``--config-dir``.
+        folders: values of ``--config-dir`` and HARNESS_CONF.
         primaries: primary configs to compose instead of a verb's own, by name; None keeps those in
             use.
     """
@@ -300,6 +303,12 @@ def search_path(
     with using_folders([*found.values()] or now.added, names):
         entries = [entry if _PLAIN.fullmatch(entry) else quoted(entry) for entry in found]
         yield [f"{SETTING}=[{','.join(entries)}]", *rest] if found else rest
+
+
+def folders_of_environment() -> list[str]:
+    """Return the folders that the variable HARNESS_CONF adds to every command."""
+    names = os.environ.get(VARIABLE, "").split(os.pathsep)
+    return [str(_folder(name, VARIABLE)) for name in names if name]
 
 
 def shadowed() -> list[str]:
@@ -360,7 +369,7 @@ def _texts(value: Any, source: str) -> list[str]:
 
 def _folder(entry: str, source: str) -> Path:
     scheme, _, name = entry.rpartition("://")
-    shown = f"{source}={entry}" if source == FLAG else f"{source}=[{entry}]"
+    shown = f"{source}={entry}" if source != SETTING else f"{source}=[{entry}]"
     if scheme == "pkg":
         found = folder_of_package(name)
         if found is None:

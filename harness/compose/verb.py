@@ -22,7 +22,7 @@ from harness.compose.composer import (
     require_one_point,
     spelled_out,
 )
-from harness.compose.hydra import search_path, shadowed
+from harness.compose.hydra import folders_of_environment, search_path, shadowed
 from harness.compose.paths import config_folders
 from harness.config.registry import Registry
 from harness.config.texts import masked
@@ -214,9 +214,8 @@ class Verb:
             )
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
         typed = spelled_out(line.overrides, self.job)
-        with search_path(
-            typed, name, folders=line.config_dir or (), primaries={self.name: name}
-        ) as found:
+        folders = [*(line.config_dir or ()), *folders_of_environment()]
+        with search_path(typed, name, folders=folders, primaries={self.name: name}) as found:
             line.overrides = found
             # Once, if torchrun started several ranks.
             if config_folders().added and os.environ.get("RANK", "0") == "0":

@@ -177,6 +177,24 @@ def test_the_command_line(own, monkeypatch, capsys):
     assert config_folders().added == ()
 
 
+def test_a_variable_adds_folders_to_every_command(own, tmp_path, monkeypatch, capsys):
+    other = written(tmp_path, {"model/mine": "defaults: [llama3_tiny, _self_]\nn_layers: 7\n"})
+    monkeypatch.setenv("HARNESS_CONF", f"{other}:{own}")
+    job, overrides = ran(["model=mine", *VALID], monkeypatch)
+    assert job.model.n_layers == 7
+    assert overrides[0] == f"hydra.searchpath=[file://{other},file://{own}]"
+    # Typed folders come before it.
+    job, overrides = ran(["-cd", str(own), "model=mine", *VALID], monkeypatch)
+    assert job.model.n_layers == 3
+    assert overrides[0] == f"hydra.searchpath=[file://{own},file://{other}]"
+    assert len(ran(["-m", "model=mine,deep", *VALID], monkeypatch)) == 2
+    monkeypatch.setenv("HARNESS_CONF", f"{other}/nope")
+    with pytest.raises(SystemExit):
+        Verb("train", print, job=Job).main()
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith(f"error: HARNESS_CONF={other}/nope: no such folder; would work: ")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "typed", "error"),
     [
