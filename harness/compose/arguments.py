@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 from harness.compose.composer import Composer
 from harness.compose.hydra_errors import user_errors
 from harness.compose.overrides import checked, namesakes
+from harness.compose.paths import config_folders
 from harness.config.fields import check_written
 from harness.util.errors import EXIT_OK, UserError
 
 CFG = ("job",)
 # Flags of which a command has one.
-ALONE = ("help", "cfg", "multirun")
+ALONE = ("help", "cfg", "info", "multirun")
 
 
 class Argument:
@@ -64,6 +65,9 @@ JOB_FLAGS = (
         "-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"
     ),
     Argument("--resolve", help="with `--cfg`: replace references such as `${model.name}`"),
+    Argument(
+        "--info", help="print the folders of configurations, and the files that the job is made of"
+    ),
     Argument("-m", "--multirun", help="run one job for each combination of values"),
     Argument(
         "-cn",
@@ -146,10 +150,21 @@ def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -
         from harness.compose.help import help_text
 
         text = help_text(line.help, line.overrides, parser, config_name=config_name, schema=schema)
+    elif line.cfg is None:
+        text = shown_files(line, config_name=config_name, schema=schema)
     else:
         text = shown_config(line, config_name=config_name, schema=schema)
     sys.stdout.write(text)
     return EXIT_OK
+
+
+def shown_files(line: CommandLine, *, config_name: str, schema: type) -> str:
+    """Return the folders that are searched, and the files of a job, as ``--info`` asks for them."""
+    lines = ["folders, of which the first with a file has it"]
+    lines += [f"  {path}" for path in config_folders().paths]
+    lines.append("files of the job, of which later ones win")
+    lines += [f"  {path}" for path in Composer(config_name, schema).files(line.overrides)]
+    return "\n".join([*lines, ""])
 
 
 def shown_config(line: CommandLine, *, config_name: str, schema: type) -> str:

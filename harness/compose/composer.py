@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from harness.compose.hydra import (
@@ -139,6 +140,13 @@ class Composer:
         """Compose a config, before it becomes a job; ``resolve`` replaces ``${...}`` by values."""
         config, _, _ = self._merged([parse(override) for override in overrides], resolve=resolve)
         return config
+
+    def files(self, overrides: Iterable[str]) -> list[Path]:
+        """Return the files that a job is made of, in order; later ones win."""
+        with user_errors():
+            files, _ = self._split([parse(override) for override in overrides])
+            found = [config_folders().find(name) for name, _ in self._hydra.layers(*files)]
+        return [path for path in found if path is not None]
 
     def parsed(self, overrides: Iterable[str]) -> list[Any]:
         """Parse overrides; Hydra's objects say their keys, values and axes."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import Composer
-from harness.compose.overrides import FROM_CONFIG, check_field, groups, options_of
+from harness.compose.overrides import check_field, groups, named_options, options_of
 from harness.compose.paths import config_folders
 from harness.config.cluster import CLUSTERS
 from harness.config.data_kinds import DATA_KINDS
@@ -152,7 +152,7 @@ def _screen(parser: Parser, schema: type) -> str:
 
 def _options(group: str) -> Iterator[str]:
     """Yield the options of a group, each with the comment that its file begins with."""
-    names = [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
+    names = named_options(group)
     width = max(map(len, names), default=0)
     for name in names:
         file = config_folders().find(f"{group}/{name}")

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -90,8 +90,13 @@ def options_of(group: str) -> list[str]:
     return sorted(options)
 
 
+def named_options(group: str) -> list[str]:
+    """Every option of a group that can be typed; not all are files."""
+    return [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
+
+
 def _check_options(group: str, value: str) -> None:
-    options = [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
+    options = named_options(group)
     if value.strip().startswith("[") and group not in LISTED:
         rule = f"a group takes one option; would work: {group}=OPTION, -m for several"
         raise UserError(f"{group}={value}: {rule}")
@@ -136,14 +141,16 @@ def check_field(
         raise UserError(f"+{key}={value}: the field exists already; would work: {key}={value}")
 
 
-def namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
-    found = []
-    for field, inner in fields_of(schema).items():
-        if field == name:
-            found.append(prefix + field)
+def namesakes(schema: type, name: str) -> list[str]:
+    return [each for each, _ in all_fields(schema) if each.rpartition(".")[2] == name]
+
+
+def all_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(dotted name, dataclass)`` of all fields and parts; None for the class of a value."""
+    for name, inner in fields_of(schema).items():
+        yield f"{prefix}{name}", inner
         if inner is not None:
-            found += namesakes(inner, name, f"{prefix}{field}.")
-    return found
+            yield from all_fields(inner, f"{prefix}{name}.")
 
 
 @functools.cache

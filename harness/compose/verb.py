@@ -225,7 +225,7 @@ class Verb:
     def _composed(
         self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
     ) -> Call:
-        if line.help is not None or line.cfg is not None:
+        if line.help is not None or line.cfg is not None or line.info:
             return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
@@ -311,6 +311,7 @@ VERBS: Registry[Verb] = Registry(
         "download": "harness.tools.download:VERB",
         "tokenize": "harness.tools.tokenize:VERB",
         "doctor": "harness.tools.doctor:VERB",
+        "completion": "harness.compose.completion:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",

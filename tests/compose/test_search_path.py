@@ -177,6 +177,16 @@ def test_the_command_line(own, monkeypatch, capsys):
     assert config_folders().added == ()
 
 
+def test_info_shows_the_folders_and_the_files_of_the_job(own, monkeypatch, capsys):
+    assert ran(["--info", "-cd", str(own), "model=deep", "+ablation=a"], monkeypatch) == []
+    folders, files = capsys.readouterr().out.split("files of the job, of which later ones win\n")
+    assert folders.splitlines()[1:3] == [f"  {conf_dir()}", f"  {own}"]
+    first, tiny, mine, deep, *_, last = files.split()
+    assert (first, tiny) == (f"{conf_dir()}/train.yaml", f"{conf_dir()}/model/llama3_tiny.yaml")
+    assert (mine, deep) == (f"{own}/model/mine.yaml", f"{own}/model/deep.yaml")
+    assert last == f"{own}/ablation/a.yaml"
+
+
 def test_a_variable_adds_folders_to_every_command(own, tmp_path, monkeypatch, capsys):
     other = written(tmp_path, {"model/mine": "defaults: [llama3_tiny, _self_]\nn_layers: 7\n"})
     monkeypatch.setenv("HARNESS_CONF", f"{other}:{own}")
