@@ -13,6 +13,8 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
+from harness.compose.length import note
+from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
@@ -76,6 +78,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         if job.world_size == 1 and not apart:
             from harness.train.rank import run_rank
 
+            note_busy_cores(job)
             os.environ.update(openmp_environment(job))
             with stop_signals_interrupt():
                 code = run_rank(job, folder, started=started)
@@ -91,6 +94,21 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
             return finish_run(job, folder, code)
     finally:
         folder.release()
+
+
+def note_busy_cores(job: Job) -> None:
+    """Say so if other processes want all cores, unless the user has chosen the threads.
+
+    The threads stay as many: the order of a sum, and so its last bits, depends on their number.
+    """
+    is_chosen = "OMP_NUM_THREADS" in os.environ or job.cluster.threads_per_rank
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    if not is_chosen and load >= cores and (job.cluster.device == "cpu" or not count_gpus()):
+        note(
+            f"other processes use this machine (load {load:.1f} on {cores} cores), so steps are slow; "
+            "cluster.threads_per_rank=1 may be faster"
+        )
 
 
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:

@@ -19,9 +19,11 @@ from launching import LONG, PATIENCE, TWO_RANKS, Launch
 from one_line import one_line
 from processes import python, until
 
+from harness.compose.length import note
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
+from harness.launch.local import note_busy_cores
 from harness.run.folder import RunFolder
 from harness.train.rank import Rank
 from harness.train.setup import rendezvous
@@ -287,6 +289,31 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch):
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == EXIT_INTERRUPTED
     assert job.read("result.json")["exit_reason"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "field", "device", "says"),
+    [
+        (12.34, None, None, "cpu", True),
+        (12.34, None, None, "auto", True),
+        (1.9, None, None, "cpu", False),
+        (12.34, "1", None, "cpu", False),
+        (12.34, None, 1, "cpu", False),
+        (12.34, None, None, "cuda", False),
+    ],
+)
+def test_a_machine_in_use_is_said(load, threads, field, device, says, monkeypatch, capsys):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if device == "cuda" else "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    note.cache_clear()
+    job = with_value(tiny(), "cluster.threads_per_rank", field)
+    note_busy_cores(with_value(job, "cluster.device", device))
+    shown = "NOTE other processes use this machine (load 12.3 on 2 cores), so steps are slow; "
+    assert capsys.readouterr().err.startswith(shown) is says
 
 
 @pytest.mark.parametrize("peer_failed", [False, True])
