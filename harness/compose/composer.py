@@ -22,7 +22,13 @@ from harness.compose.hydra import (
     special_texts,
 )
 from harness.compose.hydra_errors import MISSING, user_errors
-from harness.compose.length import WARMUP, other_lengths, with_fitting_warmup
+from harness.compose.length import (
+    BATCH,
+    WARMUP,
+    other_lengths,
+    with_fitting_batch,
+    with_fitting_warmup,
+)
 from harness.compose.override import Override, last_text, parse
 from harness.compose.overrides import (
     AXES,
@@ -67,6 +73,12 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
         return Composer(config_name, schema).point(parsed)
 
 
+def resolved(job: Any) -> Any:
+    # A verb's job may resolve itself in another way.
+    resolve_job = getattr(job, "resolve", None) or partial(resolve, job)
+    return resolve_job(launched_ranks=launched_ranks())
+
+
 def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
     """Return overrides without the abbreviations of a verb."""
     spell: Callable[[Iterable[str]], list[str]] = getattr(schema, "spelled_out", list)
@@ -96,12 +108,12 @@ class Composer:
 
     def point(self, overrides: list[Override]) -> Any:
         """Compose one job from checked overrides, all of which have an effect."""
-        job = self._point(overrides)
+        job = self._point(overrides, fits_batch=True)
         for error in self._idle(job, overrides).values():
             raise error
         return job
 
-    def _point(self, overrides: list[Override]) -> Any:
+    def _point(self, overrides: list[Override], *, fits_batch: bool = False) -> Any:
         config, _, missing = self._merged(
             overrides, resolve=True, left_out=other_lengths(overrides)
         )
@@ -117,9 +129,14 @@ class Composer:
             raise UserError(MISSING.format(", ".join(sorted(missing))))
         if isinstance(job, Job) and last_text(overrides, WARMUP) is None:
             job = with_fitting_warmup(job)
-        # A verb's job may resolve itself in another way.
-        resolve_job = getattr(job, "resolve", None) or partial(resolve, job)
-        return resolve_job(launched_ranks=launched_ranks())
+        try:
+            return resolved(job)
+        except ConfigError as error:
+            is_default = error.field == BATCH and self._source(BATCH, overrides) == ("", False)
+            # Points of a sweep keep one batch, so that they can be compared.
+            if fits_batch and is_default and isinstance(job, Job) and job.fits_batch:
+                return with_fitting_batch(job, resolved)
+            raise
 
     def point_of_sweep(self, overrides: list[str]) -> Composed:
         """Compose a job like ``point``, or find the reason why it is not valid.

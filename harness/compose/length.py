@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from harness.compose.override import Override, last_text
 from harness.config.job import Job
 from harness.config.training import DEFAULT_STEPS, ScaleConfig, TrainingConfig, parse_count
 from harness.util.errors import ConfigError
+from harness.util.words import plural
 
 J = TypeVar("J", bound=Job)
 LENGTHS = {
@@ -21,6 +22,7 @@ LENGTHS = {
 }
 """Fields that give the length of a run. Only those of one kind can be combined."""
 WARMUP = "schedule.warmup_steps"
+BATCH = "training.global_batch_size"
 
 
 def other_lengths(overrides: Iterable[Override]) -> list[str]:
@@ -76,6 +78,16 @@ def with_fitting_warmup(job: J) -> J:
         return job
     note(f"{WARMUP}={most} instead of {schedule.warmup_steps}, to fit into training.steps={steps}")
     return replace(job, schedule=replace(schedule, warmup_steps=most))
+
+
+def with_fitting_batch(job: J, resolve: Callable[[J], J]) -> J:
+    """Resolve a job with a row for each data-parallel rank in place of the default batch, with a note."""
+    rows = job.training.local_batch_size or 1
+    training = replace(job.training, global_batch_size=None, local_batch_size=rows)
+    fitting = resolve(replace(job, training=training))
+    sizes = f"{fitting.training.global_batch_size} instead of {job.training.global_batch_size}"
+    note(f"{BATCH}={sizes}: {plural(rows, 'row')} for each data-parallel rank")
+    return fitting
 
 
 @functools.cache

@@ -51,6 +51,8 @@ class Job:
 
     feeds_model: ClassVar[bool] = True
     """Whether batches of the data pass through the model."""
+    fits_batch: ClassVar[bool] = False
+    """Whether a default batch that the layout cannot split becomes a row for each data-parallel rank."""
     varies: ClassVar[bool] = False
     """Whether the verb makes other jobs from this one. A value without effect here may have one in those."""
     name: str = label("???")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from harness.compose.resolve import resolve, scale
 from harness.config.fields import Switch, check_rules, label
@@ -28,6 +28,7 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 class PlanJob(Job):
     """A job plus planner options."""
 
+    fits_batch: ClassVar[bool] = True
     search: bool = label(False)
     """Rank every legal layout of the job's ranks, with microbatch, activation checkpointing and pipeline
     schedule, by predicted speed; fields typed on the command line stay as they are."""

@@ -83,6 +83,20 @@ def plan_405b():
     )
 
 
+def test_a_default_batch_fits_the_layout_of_a_plan(capfd):
+    layout = ["model=llama3_tiny", "parallelism=fsdp", "cluster.ranks=16", "cluster.device=cpu"]
+    planned = compose_job(layout, config_name="plan", schema=VERB.job)
+    assert (planned.training.global_batch_size, planned.training.local_batch_size) == (16, 1)
+    assert (
+        "NOTE training.global_batch_size=16 instead of 8: 1 row for each" in capfd.readouterr().err
+    )
+    for typed in ([*layout, "training.global_batch_size=8"], [*layout, "experiment=quickstart"]):
+        with pytest.raises(
+            UserError, match=r"=[48]: must be a multiple of the data-parallel ranks"
+        ):
+            compose_job(typed, config_name="plan", schema=VERB.job)
+
+
 def test_every_line(monkeypatch):
     rows = {
         "throughput": {"dense models on Hopper": (0.8, 1.5, "75 published rows")},
