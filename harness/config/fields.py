@@ -32,7 +32,14 @@ from typing import (
     get_origin,
 )
 
-from harness.config.types import fits, inner_classes, rule_in_words, type_hints, type_in_words
+from harness.config.types import (
+    fits,
+    inner_classes,
+    rule_in_words,
+    sizes_of,
+    type_hints,
+    type_in_words,
+)
 from harness.util.errors import ConfigError, as_typed
 
 if TYPE_CHECKING:
@@ -359,7 +366,8 @@ def from_dict(
         hint = hints[name]
         if (unset is None or value != unset) and not fits(value, hint):
             key = f"{prefix}{name}"
-            raise ConfigError(key, value, f"must be {type_in_words(hint, key)}")
+            works = sizes_of(value) if fits(1, hint) else []
+            raise ConfigError(key, value, f"must be {type_in_words(hint, key)}", works)
         inner = inners[name]
         if inner is not None and get_origin(hint) is dict:
             value = {key: built(inner, each, f"{name}.{key}") for key, each in value.items()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -89,12 +90,20 @@ def _as_scalar(value: Any, hint: Any) -> Any:
             return float(value)
         if hint is int and isinstance(value, str):
             return int(value)
+        if hint is int and isinstance(value, float) and value.is_integer():
+            return int(value)  # 1e3
         if hint is bool and isinstance(value, int | str):
             text = str(value).lower()
             return _SWITCHES[text] if text in _SWITCHES else int(text) != 0
     except (ValueError, OverflowError):
         pass  # from_dict or check_rules will refuse it
     return value
+
+
+def sizes_of(text: object) -> list[int]:
+    """Return the integers that a text such as 8k may mean: lengths are counted in 1024s, others in 1000s."""
+    match = re.fullmatch(r"(\d+)[kK]", str(text))
+    return [int(match[1]) * unit for unit in (1000, 1024)] if match else []
 
 
 _WORDS = {
