@@ -1,8 +1,8 @@
-"""Write docs/reference from the code: ``python docs/reference.py [FOLDER]``.
+"""Write docs/reference and tables of docs/coming_from.md from the code: ``docs/reference.py [FOLDER]``.
 
 Fields and their documentation are read from the dataclasses, options from conf/, flags from the declared
-verbs, columns (``harness/metrics/columns.py``), failure classes from ``harness/config/failures.py``.
-Imports no torch.
+verbs, columns (``harness/metrics/columns.py``), failure classes from ``harness/config/failures.py``, names of
+other tools from ``harness/config/elsewhere.txt``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.compose.arguments import JOB_FLAGS, JSON, Argument, CommandLine, sh
 from harness.compose.generator import GENERATORS
 from harness.compose.help import field_helps, leading_comment
 from harness.compose.verb import VERBS, Verb
-from harness.config import failures
+from harness.config import elsewhere, failures
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.model import ARCHITECTURES
@@ -49,7 +49,7 @@ EXIT_CODES = {
 
 
 def main(folder: Path) -> None:
-    """Write all pages into a folder."""
+    """Write all pages into a folder, and the page with names of other tools beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     pages = {
         "fields": fields_page,
@@ -60,6 +60,31 @@ def main(folder: Path) -> None:
     }
     for name, page in pages.items():
         (folder / f"{name}.md").write_text(f"{WRITTEN}\n{page().rstrip()}\n")
+    page_of_tools = ROOT / "docs" / "coming_from.md"
+    (folder.parent / page_of_tools.name).write_text(with_names(page_of_tools.read_text()))
+
+
+def with_names(page: str) -> str:
+    """A page in which the tables of names are those of the code."""
+    return re.sub(
+        r"(<!-- names of ([^,]+), [^>]*-->\n\n).*?\n\n(?=<!-- end -->)",
+        lambda marks: f"{marks[1]}{names_of(marks[2])}\n",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def names_of(tool: str) -> str:
+    """The names of a tool, with what to type here; one row for those with the same answer."""
+    answers: dict[tuple[str, str], list[str]] = {}
+    for row in elsewhere.rows():
+        if row.tool == tool:
+            answers.setdefault((row.here, row.note), []).append(code(row.typed))
+    rows = []
+    for (here, note), names in answers.items():
+        shown = "no counterpart" if here == "-" else code(here)
+        rows.append([", ".join(names), f"{shown}; {plain(note)}" if note else shown])
+    return table((tool, "here"), rows)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -357,6 +357,8 @@ def test_the_reference_is_up_to_date(reference):
     for page in reference.iterdir():
         there = (committed / page.name).read_text()
         assert there == page.read_text(), f"{page.name}: make reference writes it"
+    names = (ROOT / "docs" / "coming_from.md").read_text()
+    assert (reference.parent / "coming_from.md").read_text() == names, "make reference writes it"
 
 
 def test_the_reference_has_every_field_flag_and_class(reference):

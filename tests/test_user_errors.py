@@ -188,17 +188,55 @@ GLOBAL = "# @package _global_\n"
         (
             "experiment=mine",
             f"{GLOBAL}defaults:\n  - override /parallelism: fsdpp",
-            "parallelism=fsdpp: no such option; options: cp, ddp, ",
+            'experiment/mine.yaml, "- override /parallelism: fsdpp": no such option; did you mean fsdp?',
         ),
         (
             "cluster=mine",
             "defaults:\n  - slurmm",
-            "cluster=slurmm (in cluster/mine.yaml): no such option; options: ",
+            "cluster=slurmm (in cluster/mine.yaml): no such option; did you mean slurm? ",
         ),
         (
             "experiment=mine",
             f"{GLOBAL}defaults:\n  - /parallelism: fsdp",
-            "parallelism: two files choose an option of it; would work: '- override /parallelism: OPTION'",
+            'experiment/mine.yaml, "- /parallelism: fsdp": does not override /parallelism; would work: - '
+            "override /parallelism: fsdp",
+        ),
+        (
+            "experiment=mine",
+            f"{GLOBAL}defaults:\n  - override model: llama3_8b",
+            'experiment/mine.yaml, "- override model: llama3_8b": does not override /model; would work: - '
+            "override /model: llama3_8b",
+        ),
+        (
+            "experiment=mine",
+            f"{GLOBAL}defaults:\n  - override /modle: llama3_8b",
+            'experiment/mine.yaml, "- override /modle: llama3_8b": no such group; would work: - ',
+        ),
+        (
+            "experiment=mine",
+            f"{GLOBAL}defaults:\n  - model: llama3_8b",
+            'experiment/mine.yaml, "- model: llama3_8b": does not override /model; ',
+        ),
+        (
+            "experiment=mine",
+            f"{GLOBAL}defaults:\n  - override /hydra/launcher: submitit_slurm",
+            'experiment/mine.yaml, "- override /hydra/launcher: submitit_slurm": has no effect, ',
+        ),
+        (
+            "experiment=mine",
+            f"{GLOBAL}name: ${{modl.name}}",
+            "name=${modl.name}: there is no modl.name (in experiment/mine.yaml); would work: ${model.name}",
+        ),
+        (
+            "experiment=mine",
+            f"{GLOBAL}training:\n  steps: ${{oc.env:NOPE}}",
+            "training.steps=${oc.env:NOPE}: NOPE is not set in the environment (in experiment/mine.yaml); "
+            "would work: ${oc.env:NOPE,VALUE}",
+        ),
+        (
+            "experiment=mine",
+            f"{GLOBAL}training:\n  steps: ${{model.name",
+            "training.steps=${model.name: is no reference that can be read (in experiment/mine.yaml); would ",
         ),
         (
             "experiment=mine",

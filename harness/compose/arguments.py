@@ -11,6 +11,7 @@ from harness.compose.composer import Composer
 from harness.compose.hydra_errors import user_errors
 from harness.compose.overrides import checked, namesakes
 from harness.compose.paths import config_folders
+from harness.config.elsewhere import answer
 from harness.config.fields import check_written
 from harness.util.errors import EXIT_OK, UserError
 
@@ -121,14 +122,17 @@ class Parser(argparse.ArgumentParser):
             line.help = ""
         for typed in rest:
             if typed.startswith("-"):
-                self._refuse(typed.partition("=")[0], schema)
+                name, _, value = typed.partition("=")
+                self._refuse(name, value or "VALUE", schema)
         if rest and schema is None:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         line.overrides = rest
         return line
 
-    def _refuse(self, typed: str, schema: type | None) -> NoReturn:
+    def _refuse(self, typed: str, value: str, schema: type | None) -> NoReturn:
         name = typed.lstrip("-").replace("-", "_")
+        if found := answer(name, value, schema or object):
+            raise UserError(f"{typed}: {found}")
         fields = [] if schema is None else namesakes(schema, name.rpartition(".")[2])
         works = " or ".join(f"{field}=VALUE" for field in fields if field.endswith(name))
         if works:

@@ -41,7 +41,8 @@ from harness.compose.overrides import (
 )
 from harness.compose.paths import config_folders
 from harness.compose.resolve import resolve
-from harness.config.fields import EXECUTION, LABEL, from_dict, without_effect
+from harness.config.elsewhere import answer
+from harness.config.fields import EXECUTION, LABEL, NO_FIELD, from_dict, without_effect
 from harness.config.job import Job
 from harness.config.texts import SecretError, masked
 from harness.config.types import UNSET, type_hints, with_types
@@ -198,12 +199,13 @@ class Composer:
 
         Values that files give the fields ``left_out`` do not count.
         """
-        with user_errors():
+        with user_errors([f"{each.key}/{each.text}" for each in overrides]):
             files, values = self._split(overrides)
             config = self._hydra.composed(*files)
             settings = config.pop("hydra", None) or {}
             for key, value in flat_items({"hydra": settings}):
-                check_setting(key, f"{key}={as_typed(value)} (in a file of the job)")
+                shown = f"{key}={as_typed(value)} (in a file of the job)"
+                check_setting(key, as_typed(value), shown)
             for name in left_out:
                 part, _, field = name.partition(".")
                 config[part][field] = None
@@ -290,8 +292,9 @@ class Composer:
             if error.field in ("experiment", "sweep"):
                 return UserError(f"In '{source}': the file must begin with '# @package _global_'")
             place = f" (in {source}.yaml)"
-        if error.rule.startswith("no such field"):
-            return UserError(f"{error.field}: {error.rule}{place}")
+        if error.rule.startswith(NO_FIELD):
+            rule = answer(error.field, as_typed(error.value), self.schema) or error.rule
+            return UserError(f"{error.field}: {rule}{place}")
         return ConfigError(error.field, error.value, f"{error.rule}{place}", error.works)
 
     def _source_of_model(self, overrides: list[Override]) -> tuple[str, str | None]:

@@ -1,18 +1,20 @@
 """Checks of overrides: groups, options, fields and settings of Hydra; one line for each mistake."""
 
 import dataclasses
-import difflib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from harness.compose.override import SETTING, Override, parse
 from harness.compose.paths import config_folders
+from harness.config.elsewhere import answer
 from harness.config.fields import no_such_field, type_hints
 from harness.config.job import Job
 from harness.config.texts import refuse_secrets
 from harness.util.errors import ConfigError, UserError
+from harness.util.words import MOST_NAMES, listed, meant
 
 LISTED = ("experiment",)
 """Groups that allow a list of options; later options override earlier ones."""
@@ -24,17 +26,11 @@ HONOURED = (SETTING, AXES)
 FROM_CONFIG = "from_config"
 """The option of group ``model`` that is not a file of conf/: it is read from a config.json."""
 
-MOST_SIMILAR = 3
-MOST_OPTIONS = 20
-"""Options that an error suggests, and that it lists beside a suggestion."""
 
-
-def check_setting(key: str, shown: str) -> None:
+def check_setting(key: str, value: str | None, shown: str) -> None:
+    """Refuse a setting of Hydra that has no effect here."""
     if not any(f"{key}.".startswith(f"{setting}.") for setting in HONOURED):
-        works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
-        raise UserError(
-            f"{shown}: has no effect, because Hydra only composes here; would work: {works}"
-        )
+        raise UserError(f"{shown}: {answer(key, value, Job)}")
 
 
 def groups() -> dict[str, tuple[Path, ...]]:
@@ -48,7 +44,13 @@ def checked(texts: Iterable[str], schema: type = Job) -> list[Override]:
     # Before any error that repeats an override.
     typed = (override.source.partition("=") for override in overrides)
     refuse_secrets((name, value.strip("'\" ")) for name, _, value in typed)
-    for override in overrides:
+    for override, after in itertools.zip_longest(overrides, overrides[1:]):
+        if not override.key or (override.value is None and override.sign != "~"):
+            works = "field=value or group=option, in quotes if it has spaces"
+            is_name = override.key.partition(".")[0] in (*fields_of(schema), *groups())
+            if is_name and after is not None and after.value is None:
+                works = f"{override.source}={after.source}"
+            raise UserError(f"{override.source}: not an override; would work: {works}")
         _check(override, schema)
     return overrides
 
@@ -57,8 +59,6 @@ def _check(override: Override, schema: type) -> None:
     sign = override.sign
     value = override.value
     source = override.source
-    if not override.key or (value is None and sign != "~"):
-        raise UserError(f"{source}: not an override; would work: field=value or group=option")
     key, _, place = override.key.partition("@")
     if place and not (key == "data" and place.startswith("data.sources.")):
         works = "data@data.sources.NAME=OPTION"
@@ -68,7 +68,7 @@ def _check(override: Override, schema: type) -> None:
     if key.startswith("sweep."):
         raise UserError(f"{source}: is for several jobs, chosen by results; would work: -m")
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        check_setting(key, source)
+        check_setting(key, value, source)
         return
     # A verb without a training job has fields only.
     known_groups = groups() if issubclass(schema, Job) else {}
@@ -104,13 +104,19 @@ def _check_options(group: str, value: str) -> None:
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
         if option not in options:
-            # Options that contain it (h100), or else the one that is spelled like it.
-            inside = [each for each in options if option and option in each]
-            close = inside[:MOST_SIMILAR] or difflib.get_close_matches(option, options, n=1)
-            works = [f"did you mean {', '.join(close)}?"] if close else []
-            if not close or len(options) <= MOST_OPTIONS:
-                works.append(f"options: {', '.join(options) or 'none'}")
-            raise UserError(f"{group}={option}: no such option; {' '.join(works)}")
+            raise UserError(f"{group}={option}: {no_such_option(group, option)}")
+
+
+def no_such_option(group: str, option: str) -> str:
+    """Say which option was meant, or which there are."""
+    if found := answer(group, option, Job, is_field=True):
+        return found
+    options = options_of(group)
+    close = meant(option, options, inside=True)
+    rule = f"no such option; did you mean {', '.join(close)}?" if close else "no such option;"
+    if close and len(options) > MOST_NAMES:
+        return rule
+    return f"{rule} options: {listed(option, options, f'--help {group}')}"
 
 
 def check_field(
@@ -124,7 +130,9 @@ def check_field(
         if name not in fields:
             known = {**fields, **(dict.fromkeys(groups) if depth == 0 else {})}
             shown = "" if value is None else f"={value}"
-            rule = no_such_field(name, known, prefix, namesakes(schema, names[-1]))
+            found = namesakes(schema, names[-1])
+            rule = answer(key, value, schema, is_field=bool(found))
+            rule = rule or no_such_field(name, known, prefix, found)
             raise UserError(f"{key}{shown}: {rule}")
         inner = fields[name]
         if depth + 1 < len(names):

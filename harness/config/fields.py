@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -39,8 +38,10 @@ from harness.config.types import (
     sizes_of,
     type_hints,
     type_in_words,
+    with_types,
 )
 from harness.util.errors import ConfigError, as_typed
+from harness.util.words import MOST_NAMES, listed, meant
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -53,6 +54,9 @@ LABEL = "label"
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38
 """Maximum of float32, in which a job's numbers are used."""
+NO_FIELD = "no such field"
+TYPED = "the job"
+"""What has the fields that a command line or a file of conf/ gives, for which there is ``--help``."""
 LONGEST_NAME = 255
 """Most bytes of a name in a file system of Linux."""
 
@@ -257,7 +261,10 @@ def check_rules(config: Any, prefix: str = "") -> None:
             null = ["null"] if str(field.type).endswith("None") else []
             # A table that packages extend says so: the job may be that of another machine.
             more = getattr(rule["choices"], "more", [])
-            raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null, *more])
+            choices = [*rule["choices"], *null, *more]
+            if len(choices) > MOST_NAMES:
+                choices = [listed(str(shown), map(str, choices), f"--help {name}")]
+            raise ConfigError(name, shown, "no such choice", choices)
 
 
 def without_effect(job: Any) -> Iterator[tuple[str, str, ConfigError]]:
@@ -350,7 +357,8 @@ def from_dict(
         }
     if unknown := set(plain) - known:
         name = sorted(unknown, key=str)[0]
-        rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
+        whole = TYPED if unset else cls.__name__
+        rule = no_such_field(str(name), hints, prefix, whole=whole)
         raise ConfigError(f"{prefix}{name}", plain[name], rule)
     for field in dataclasses.fields(cls):
         if field.name not in plain and default_of(field) is dataclasses.MISSING:
@@ -454,16 +462,31 @@ def no_such_field(
     known: Iterable[str],
     prefix: str,
     namesakes: Iterable[str] = (),
-    whole: str = "the job",
+    whole: str = TYPED,
 ) -> str:
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
     if _of_any_source(prefix + name) in (*_REMOVED_BY_NAME, *REMOVED_LABELS):
         return "was removed; CHANGELOG.md says what takes its place"
     # First the namesakes: steps is no sweep.
     close = [namesake for namesake in namesakes if not prefix and namesake.endswith(f".{name}")]
-    if not close:
-        matches = difflib.get_close_matches(name, known, n=1)
-        close = [prefix + match for match in matches] or list(namesakes)
+    close = close or [prefix + each for each in meant(name, known)] or list(namesakes)
     if close:
-        return f"no such field; did you mean {' or '.join(close)}?"
-    return f"no such field; {prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
+        return f"{NO_FIELD}; did you mean {' or '.join(close)}?"
+    part = prefix.rstrip(".")
+    names = ", ".join(sorted(known))
+    if whole == TYPED:
+        names = listed(name, known, f"--help {part}".strip())
+    return f"{NO_FIELD}; {part or whole} has: {names}"
+
+
+def allows(cls: type, name: str, value: Any) -> bool:
+    """Whether a field's type and rule allow a value, also as it is typed; a name of no field allows all."""
+    *parts, last = name.split(".")
+    for part in parts:
+        cls = inner_classes(cls).get(part) or object
+    if last not in getattr(cls, "__dataclass_fields__", {}):
+        return True
+    hint = type_hints(cls)[last]
+    value = with_types(None if value == "null" else value, hint)
+    rule = cls.__dataclass_fields__[last].metadata  # type: ignore[attr-defined]
+    return fits(value, hint) and (value is None or not _breaks(value, rule))

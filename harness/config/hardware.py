@@ -7,6 +7,7 @@ from typing import Any
 from harness.config.fields import label
 from harness.util.errors import ConfigError
 from harness.util.hardware import ACCELERATORS, Accelerator
+from harness.util.words import meant
 
 # Numbers that a new accelerator must have, with those of the H100 as examples.
 _NEEDED = {
@@ -50,8 +51,11 @@ class HardwareConfig:
         if accelerator is None or accelerator in ACCELERATORS:
             return
         if not given or not accelerator:
-            choices = [*ACCELERATORS, "null, or a new name with cluster.hardware"]
-            raise ConfigError("cluster.accelerator", accelerator or "''", "no such choice", choices)
+            close = meant(accelerator, ACCELERATORS, inside=True) or ["H100 SXM"]
+            quoted = " or ".join(f"'cluster.accelerator={name}'" for name in close)
+            rest = "null, a name in harness/util/hardware.py, or a new one with cluster.hardware"
+            works = f"{quoted}, {rest}"
+            raise ConfigError("cluster.accelerator", accelerator or "''", "no such choice", works)
         for name, example in _NEEDED.items():
             if getattr(self, name) is None:
                 rule = (

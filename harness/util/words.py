@@ -1,11 +1,17 @@
-"""Numbers as words: times, sizes, rates and amounts, as tables and sentences show them."""
+"""Numbers and names as words: times, sizes, rates and amounts in tables, names that are like a typed one."""
 
+import difflib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 MISSING = "–"
 NOT_MEASURED = "not measured"
 GIB = 2**30
+MOST_NAMES = 8
+"""Names that a message lists."""
+MOST_SIMILAR = 3
+"""Names that a message suggests, or shows of more than it lists."""
 
 
 def seconds(value: float | None) -> str:
@@ -84,3 +90,40 @@ def formatted(value: Any, form: str | Callable[[Any], str] = "", missing: str = 
     if isinstance(value, bool):
         return "yes" if value else "no"
     return format(value, form) if form and isinstance(value, int | float) else str(value)
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    """The words and numbers of a name, sorted and in lower case: the same for tp_fsdp and FSDP-TP."""
+    return tuple(sorted(re.findall(r"[a-z]+|\d+", name.lower())))
+
+
+def meant(typed: str, names: Iterable[str], *, inside: bool = False) -> list[str]:
+    """Return the names that are probably meant: of the same words, or else spelled almost like it.
+
+    Args:
+        typed: the wrong name.
+        names: the right ones.
+        inside: whether a name with the typed one inside is meant rather than one spelled like it.
+    """
+    names = list(names)
+    found = [name for name in names if words_of(name) == words_of(typed)]
+    if inside and typed and not found:
+        found = [name for name in names if typed.lower() in name.lower()][:MOST_SIMILAR]
+    return found or _spelled_like(typed, names, 1, 0.7)
+
+
+def listed(typed: str, names: Iterable[str], where: str) -> str:
+    """List all names, or of many those that are spelled most like the typed one, and ``where`` all are."""
+    names = sorted(names)
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names) or "none"
+    nearest = _spelled_like(typed, names, MOST_SIMILAR, 0.4)
+    if not nearest:
+        return f"{len(names)} names that {where} lists"
+    return f"{', '.join(nearest)}, and others; {where} lists all {len(names)}"
+
+
+def _spelled_like(typed: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(typed.lower(), by_lower, most, cutoff)
+    return [by_lower[each] for each in close]

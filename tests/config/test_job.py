@@ -224,7 +224,7 @@ def test_damaged_json_is_refused(tmp_path):
         Job.read(tmp_path / "job.json")
     plain = job().to_dict()
     plain["model"]["depth"] = 3
-    with one_line(ConfigError, r"model\.depth=3: no such field; did you mean "):
+    with one_line(ConfigError, r"model\.depth=3: no such field; model has: activation, "):
         Job.from_json(json.dumps(plain))
 
 
