@@ -27,8 +27,8 @@ HELP = """`harness evaluate`: evaluate the weights of a run, a checkpoint, or sa
 Every layout computes the same metrics.
 
     harness evaluate checkpoint=runs/NAME/ID
-    harness evaluate checkpoint=... data=local_text data.paths=[book.txt] evaluate.split=all
-    harness evaluate checkpoint=... evaluate.tasks=[lm_eval:hellaswag] parallelism=fsdp --json
+    harness evaluate checkpoint=... data=local_text 'data.paths=[book.txt]' evaluate.split=all
+    harness evaluate checkpoint=... 'evaluate.tasks=[lm_eval:hellaswag]' parallelism=fsdp --json
 """
 
 
