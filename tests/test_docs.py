@@ -42,7 +42,7 @@ from harness.util.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "experiments/README.md", "sweeps/README.md")
+OUTSIDE = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "experiments/README.md", "sweeps/README.md")
 # Tests of their own run the commands of these pages.
 APART = ("adding_a_model.md", "extend.md")
 PAGES = [
@@ -121,7 +121,10 @@ def test_commands(command, monkeypatch, tmp_path):
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
     else:
         assert re.fullmatch(r"(.*/)?(python3?|pip|harness)", words[0]), f"{words[0]}: what is this?"
-    if typed := verb_of(words):
+    typed = verb_of(words)
+    if typed == ["--help"]:
+        return
+    if typed:
         _check_harness(command, typed[0], typed[1:])
     elif words[1].endswith(".py"):
         script = (ROOT / words[1]).read_text()
@@ -311,6 +314,17 @@ def anchors_of(page):
     return {
         re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
     }
+
+
+def test_the_page_for_scripts_says_of_every_verb_whether_it_prints_json():
+    text = (ROOT / "AGENTS.md").read_text()
+    assert len(text.splitlines()) <= 60
+    with_json, without = text.split("\n## Verbs\n")[1].split("\n## ")[0].split("Without `--json`")
+    for part, has_json in ((with_json, True), (without, False)):
+        named = set(re.findall(r"`(\w+)`", part))
+        assert named == {name for name, verb in VERBS.items() if verb.has_json == has_json}
+    for name, verb in VERBS.items():
+        assert ("--json" in verb.parser().format_help()) == verb.has_json, name
 
 
 def test_site_lists_all_pages():
