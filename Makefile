@@ -105,6 +105,7 @@ $(DOCS)/.ready: docs/requirements.txt
 
 docs: $(DOCS)/.ready  ## build the documentation into site/; warnings are errors (needs no torch)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+	@echo "site/index.html can be read from the disk; to search, too: python -m http.server -d site"
 
 reference: $(READY)  ## write docs/reference from the code
 	$(BIN)/python docs/reference.py

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,20 @@ COPIES = "repository"
 SHOWN = (".md", ".png", ".svg", ".csv", ".jsonl", ".json", ".txt")
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Show version and licence below every page, and the repository if this clone has a public one."""
+    version = re.search(
+        r'^__version__ = "(.+)"', (ROOT / "harness/util/__init__.py").read_text(), re.MULTILINE
+    )
+    assert version is not None
+    config.copyright = f"Harness {version[1]}, MIT licence"
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    origin = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if re.fullmatch(r"https://[\w./-]+", origin):
+        config.copyright += f' · <a href="{origin.removesuffix(".git")}">repository</a>'
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

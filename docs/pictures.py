@@ -5,6 +5,7 @@ Each picture is drawn twice, for light and for dark pages, on a transparent back
 
 from __future__ import annotations
 
+import csv
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,7 +291,48 @@ def plan(palette: Palette) -> Figure:
         return figure_of(make_plan(job.plain))
 
 
-PICTURES = {"flow": flow, "mesh": mesh, "floors": floors, "plan": plan}
+def losses(palette: Palette) -> Figure:
+    """A run that moved between three layouts, on the curve of a run that did not: the first page.
+
+    losses.csv has the printed losses of ``harness train data=tokens data.paths=[corpus/python]
+    tokenizer=python_2k training.steps=90 training.global_batch_size=4`` (docs/workflows.md has the corpus)
+    with ``name=whole``, and with ``name=chain``: stopped by SIGTERM after steps 32 and 62, each time typed
+    again with the next layout.
+    """
+    with (FOLDER / "losses.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with plt.rc_context(dict.fromkeys(ink, palette.text)):
+        figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
+        steps = [int(row["step"]) for row in rows]
+        axes.plot(
+            steps,
+            [float(row["whole"]) for row in rows],
+            color=palette.soft,
+            linewidth=4,
+            alpha=0.45,
+        )
+        axes.annotate("never stopped", (6, 7.3), (12, 7.6), color=palette.soft)
+        kinds = {"single": "blue", "fsdp_tp": "orange", "fsdp": "green"}
+        labels = {"single": "one rank", "fsdp_tp": "FSDP 2 x TP 2", "fsdp": "FSDP 4"}
+        for layout, kind in kinds.items():
+            part = [row for row in rows if row["layout"] == layout]
+            x = [int(row["step"]) for row in part]
+            colour = palette.boxes[kind][1]
+            axes.plot(x, [float(row["chain"]) for row in part], ".", markersize=5, color=colour)
+            axes.text(
+                (x[0] + x[-1]) / 2, 7.0, labels[layout], color=colour, ha="center", weight="bold"
+            )
+            if x[0] > 1:
+                axes.axvline(x[0] - 0.5, color=palette.line, linestyle="--", linewidth=1)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.set_xlim(0, steps[-1] + 1)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+PICTURES = {"flow": flow, "mesh": mesh, "floors": floors, "plan": plan, "losses": losses}
 
 
 def main() -> None:

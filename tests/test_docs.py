@@ -36,7 +36,7 @@ from harness.tools.plan.compare import compare
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.verb import plan
 from harness.train.rows import metrics_of_ranks, metrics_of_result, metrics_of_rows
-from harness.util import errors
+from harness.util import __version__, errors
 from harness.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -270,7 +270,7 @@ def test_readme_shows_the_report_of_published_rows():
         assert error in of_all
 
 
-def test_the_first_lines_show_the_errors_of_rows_that_were_not_fitted():
+def test_first_pages_show_the_version_and_errors_of_rows_that_were_not_fitted():
     held = (ROOT / "experiments" / "published" / "held_out.md").read_text()
     found = {
         row[0]: row[1:5]
@@ -288,6 +288,7 @@ def test_the_first_lines_show_the_errors_of_rows_that_were_not_fitted():
     index = " ".join((ROOT / "docs" / "index.md").read_text().split())
     assert f"{rows} published rows of dense models on Hopper" in index
     assert f"off by {median} in the median" in index
+    assert f"Version {__version__} (" in index
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
