@@ -76,6 +76,8 @@ def _check(override: Override, schema: type) -> None:
         check_field(key, value, schema, list(known_groups), sign)
     elif value is not None and "{" not in value:
         _check_options(key, value)
+        if sign == "++":
+            raise UserError(f"{source}: a group has no ++; would work: {key}={value}")
     elif sign == "~" and key in fields_of(schema):
         options = " or ".join(options_of(key))
         raise UserError(f"{source}: every job needs an option of it; would work: {key}={options}")
@@ -139,7 +141,8 @@ def check_field(
             if get_origin(type_hints(current)[name]) is dict:
                 return  # its keys are the user's own
             if inner is None:
-                raise ConfigError(key, value, f"{prefix}{name} is a value and has no fields")
+                works = f"{prefix}{name}={value}"
+                raise ConfigError(key, value, f"{prefix}{name} has no fields", works)
             prefix = f"{prefix}{name}."
             current = inner
     if sign == "~":

@@ -52,9 +52,8 @@ class HardwareConfig:
             return
         if not given or not accelerator:
             close = meant(accelerator, ACCELERATORS, inside=True) or ["H100 SXM"]
-            quoted = " or ".join(f"'cluster.accelerator={name}'" for name in close)
-            rest = "null, a name in harness/util/hardware.py, or a new one with cluster.hardware"
-            works = f"{quoted}, {rest}"
+            rest = ", ".join([*close[1:], "null, a name of harness/util/hardware.py"])
+            works = f"'cluster.accelerator={close[0]}', {rest}, a new one with cluster.hardware"
             raise ConfigError("cluster.accelerator", accelerator or "''", "no such choice", works)
         for name, example in _NEEDED.items():
             if getattr(self, name) is None:
