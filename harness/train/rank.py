@@ -213,7 +213,7 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
     sizes = [f"{phase.batch_size} x {phase.seq_len}" for phase in (phases[0], phases[-1])]
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
-        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {plural(job.steps, 'step')}\n"
+        f"{' to '.join(dict.fromkeys(sizes))} tokens per step, {plural(job.steps, 'step')}\n"
         f"run folder {folder.path}"
     )
 

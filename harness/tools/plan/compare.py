@@ -264,7 +264,7 @@ def _figures(plan: Plan) -> dict[str, float | None]:
         return {}
     rate = plan.speed.tokens_per_second_per_rank
     return {
-        "tokens/s a GPU": rate,
+        "tokens/s per GPU": rate,
         "tokens/s in all": rate * plan.job.world_size,
         "MFU": plan.speed.mfu,
         "GPU-hours of all steps": plan.gpu_hours,

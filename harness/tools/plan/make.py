@@ -176,7 +176,7 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     """Format the constants, and the prediction error of each run."""
     lines = [f"constants of {calibration.source}"]
     lines += [f"  {name:<10} {value:.3g}" for name, value in asdict(calibration.constants).items()]
-    lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s a rank"]
+    lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s per rank"]
     errors = []
     for row in rows:
         planned = predicted_rate(row.job, calibration)

@@ -217,7 +217,7 @@ def render_remedies(found: Sequence[Remedy]) -> str:
     enough = [each for each in found if each.plan.fits]
     columns = [
         Column("change", "change"),
-        *figure_columns("tokens/s a GPU"),
+        *figure_columns("tokens/s per GPU"),
         Column("besides", "besides"),
     ]
     rows = []

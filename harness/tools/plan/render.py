@@ -28,7 +28,7 @@ _PHASES = [
     Column("steps", "steps", str),
     Column("batch_size", "sequences", ","),
     Column("seq_len", "tokens each", ","),
-    Column("tokens", "tokens a step", counted),
+    Column("tokens", "tokens per step", counted),
     Column("step_seconds", "a step", seconds),
 ]
 
@@ -138,7 +138,7 @@ def tokens_of(job: Job) -> int:
 def batch_in_words(job: Job) -> str:
     """Sequences, their length, and tokens of one optimizer step of full size."""
     tokens = counted(job.global_batch_size * job.training.seq_len)
-    return f"{job.global_batch_size:,} x {job.training.seq_len:,} = {tokens} tokens a step"
+    return f"{job.global_batch_size:,} x {job.training.seq_len:,} = {tokens} tokens per step"
 
 
 def devices(plan: Plan) -> str:
@@ -182,7 +182,7 @@ def cost_in_words(plan: Plan) -> str:
     """Price of all steps with the assumption; empty if it is unknown."""
     if plan.dollars is None:
         return ""
-    return f"{dollars(plan.dollars)} at ${plan.job.cluster.dollars_per_gpu_hour:g} a GPU-hour"
+    return f"{dollars(plan.dollars)} at ${plan.job.cluster.dollars_per_gpu_hour:g} per GPU-hour"
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
@@ -211,7 +211,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     least, most = (counted(end(plan.parameters_per_rank)) for end in (min, max))
     held = most if most == least else f"{least} to {most}"
     flops = (
-        f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (full attention), "
+        f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP per token (full attention), "
         f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half)"
     )
     if sample := costs_of(job.model).sample:
@@ -226,7 +226,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "parameters",
-            f"{counted(counts.parameters)} in all, {counted(counts.active_parameters)} active, {held} a rank",
+            f"{counted(counts.parameters)} in all, {counted(counts.active_parameters)} active, "
+            f"{held} per rank",
         ),
         ("FLOPs", flops),
     ]
@@ -280,13 +281,13 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         sample = costs_of(job.model).sample
         also = f", {figure(in_all / job.training.seq_len)} {sample}s/s" if sample else ""
         facts.append(
-            ("throughput", f"{figure(rate)} tokens/s a GPU, {figure(in_all)} in all{also}")
+            ("throughput", f"{figure(rate)} tokens/s per GPU, {figure(in_all)} in all{also}")
         )
         if band := bands["throughput"]:
-            facts.append(("", band.in_words(figure, "tokens/s a GPU")))
+            facts.append(("", band.in_words(figure, "tokens/s per GPU")))
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
         model = rate * plan.accounting.flops_per_token_full
-        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a GPU (full attention)"))
+        facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s per GPU (full attention)"))
     used = f"the fullest rank takes {gib(plan.peak)}"
     if plan.memory_limit is None:
         facts.append(("fits", f"unknown hardware; {used} GiB"))

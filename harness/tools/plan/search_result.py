@@ -47,7 +47,7 @@ def render_search(found: Search) -> str:
         Column("batch", "microbatches", str),
         Column("mode", "recompute"),
         Column("schedule", "schedule"),
-        *figure_columns("tokens/s a GPU"),
+        *figure_columns("tokens/s per GPU"),
     ]
     rows = [{"name": name, **_row(candidate)} for name, candidate in found.shown.items()]
     table = to_text(Table(columns, rows, missing=""), "  ")
@@ -101,7 +101,7 @@ def _distinguished(found: Search) -> str:
     return (
         f"{text}simplest within the error: {mesh_of(plan.job.parallelism)}, "
         f"{'no' if mode == 'none' else mode} recompute: {gib(plan.peak)} GiB, "
-        f"{figure(in_short(plan)['tokens_per_second_per_rank'])} tokens/s a GPU, "
+        f"{figure(in_short(plan)['tokens_per_second_per_rank'])} tokens/s per GPU, "
         f"{1 - first.seconds / simplest.seconds:.1%} behind\n"
     )
 

@@ -88,7 +88,7 @@ a step, predicted; change: of A's device time for a token
   the step                   1.00 s  800 ms  +60.0%
 
                              A       B  change
-tokens/s a GPU           4,096   2,560  -37.5%
+tokens/s per GPU         4,096   2,560  -37.5%
 tokens/s in all         16,384  20,480  +25.0%
 MFU                      50.0%   50.0%   +0.0%
 GPU-hours of all steps   0.111   0.178  +60.0%

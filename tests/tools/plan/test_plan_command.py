@@ -108,11 +108,11 @@ def test_every_line(monkeypatch):
         == """\
 job         llama3_405b on 512 x H100 SXM, 64 nodes of 8: legal
 mesh        pp 8 x dp_shard 8 x tp 8
-batch       256 x 8,192 = 2.097 M tokens a step; 32 on each data-parallel rank, as 32 microbatches of 1
+batch       256 x 8,192 = 2.097 M tokens per step; 32 on each data-parallel rank, as 32 microbatches of 1
 schedule    Interleaved1F1B, 16 stages (2 on each rank)
 execution   activation checkpointing full, compiled, linears in float8_tensorwise
-parameters  405.9 B in all, 405.9 B active, 790 M to 800 M a rank
-FLOPs       2,625 GFLOP a token (full attention), 2,524 (causal half)
+parameters  405.9 B in all, 405.9 B active, 790 M to 800 M per rank
+FLOPs       2,625 GFLOP per token (full attention), 2,524 (causal half)
 
 memory at its peak, GiB on each rank
   ranks   stages     parameters  gradients  optimizer  activations  logits  gathered  runtime   peak
@@ -133,9 +133,9 @@ a step, predicted: 16.0 s
   pipeline bubble              1.40 s    8.8%
   update                       100 ms    0.6%
 
-throughput  256 tokens/s a GPU, 131,072 in all
-            10 to 90 %: 205 to 384 tokens/s a GPU, by 75 published rows
-MFU         45.7%, 672.1 TFLOP/s a GPU (full attention)
+throughput  256 tokens/s per GPU, 131,072 in all
+            10 to 90 %: 205 to 384 tokens/s per GPU, by 75 published rows
+MFU         45.7%, 672.1 TFLOP/s per GPU (full attention)
 fits        yes: the fullest rank takes 57.25 of 75.00 GiB, 17.75 GiB left
             10 to 90 %: 45.80 to 85.88 GiB, by 52 published rows; it may not fit
 budget      3,000 steps, 6.291 B tokens: 6,827 GPU-hours, 13.3 h on 512 x H100 SXM
@@ -152,7 +152,7 @@ def test_dollars_are_the_users():
     cluster = replace(plan.job.cluster, dollars_per_gpu_hour=2.5)
     priced = replace(plan, job=replace(plan.job, cluster=cluster), memory_limit=50 * GIB)
     assert priced.dollars == pytest.approx(2.5 * plan.gpu_hours)
-    line = "$17,067 at $2.5 a GPU-hour\n"
+    line = "$17,067 at $2.5 per GPU-hour\n"
     assert f"512 x H100 SXM\n            {line}" in render(priced)
     assert "NO: the fullest rank takes 57.25 of 50.00 GiB, 7.25 GiB too many\n" in render(priced)
     # Without its hours, or on CPUs, nothing has a price.
@@ -170,9 +170,9 @@ def test_unknown_hardware_has_memory_and_no_time():
     )
     text = render(plan)
     for line in (
-        "1 rank: legal\nmesh        1 rank\nbatch       8 x 256 = 2,048 tokens a step; 8 on each data-",
+        "1 rank: legal\nmesh        1 rank\nbatch       8 x 256 = 2,048 tokens per step; 8 on each data-",
         "execution   activation checkpointing none, eager, float32\nparameters  180,800 in all, 180,800 ",
-        "FLOPs       0.001773 GFLOP a token (full attention), 0.00138 (causal half)\n",
+        "FLOPs       0.001773 GFLOP per token (full attention), 0.00138 (causal half)\n",
         "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n\ntime    unknown hardware",
         "or cluster.accelerator='H100 SXM'\nfits    unknown hardware; the fullest",
     ):

@@ -299,7 +299,7 @@ def test_from_the_command_line_to_a_sweep(tmp_path):
     composed = compose_job(typed, config_name="plan", schema=PlanJob)
     result = plan(composed, typed)
     assert result.text.startswith(
-        "llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n"
+        "llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens per step\n"
     )
     simple = "simplest within the error: dp_replicate 8, no recompute: "
     kept = "kept as typed: parallelism.cp, parallelism.tp\n"
