@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from harness.util import PACKAGE
@@ -98,18 +98,26 @@ class Component:
         content = self.read()
         name = f"harness_component_{digest_of(content)}"
         if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, self.path)
-            assert spec is not None
-            module = importlib.util.module_from_spec(spec)
+            module = ModuleType(name)
+            module.__file__ = str(self.path)
             sys.modules[name] = module
+            known = set(sys.modules)
             try:
-                # Not by the loader of spec: the file may have changed since it was read.
-                exec(compile(content, self.path, "exec"), vars(module))
-            except Exception as error:  # a file may raise anything when it is imported
+                # Not by a loader: the file may have changed since it was read.
+                exec(compile(content, self.path, "exec", dont_inherit=True), vars(module))
+            except (Exception, SystemExit) as error:  # a file may raise anything
                 del sys.modules[name]
                 raise self.refusal(
                     f"the file cannot be imported: {type(error).__name__}: {error}"
                 ) from error
+            new = sys.modules.keys() - known
+            files = {getattr(sys.modules[each], "__file__", ""): each for each in new}
+            beside = [files[each] for each in map(str, self.path.parent.iterdir()) if each in files]
+            if beside:
+                for each in (name, *beside):
+                    del sys.modules[each]
+                rule = f"imports {beside[0]} from its folder, not covered by the digest"
+                raise self.refusal(rule, "one file, or an installed package")
         names = vars(sys.modules[name])
         if self.name not in names:
             close = difflib.get_close_matches(self.name, names)

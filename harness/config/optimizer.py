@@ -200,9 +200,10 @@ class OptimizerConfig:
             iterations = iterations or param_dtype
         kind = KINDS.recorded(self.kind)
         groups = []
-        for group in self.groups:
-            of_group = {"kind": KINDS.recorded(group["kind"])} if "kind" in group else {}
-            groups.append({**group, **of_group})
+        for group in map(dict, self.groups):
+            if "kind" in group:
+                group["kind"] = KINDS.recorded(group["kind"])
+            groups.append(group)
         return replace(
             self,
             kind=kind,

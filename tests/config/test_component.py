@@ -115,19 +115,32 @@ def test_a_group_of_tensors_has_a_kind_of_a_file(home):
         ("my_conf/power.py:POWER", ":POWER: is no harness.config.optimizer.Kind"),
         ("my_conf/raises.py:SGD", "the file cannot be imported: ModuleNotFoundError: No module na"),
         ("my_conf/broken.py:SGD", "the file cannot be imported: SyntaxError: invalid syntax (brok"),
+        ("my_conf/leaves.py:SGD", "the file cannot be imported: SystemExit: 3"),
+        ("my_conf/imports.py:SGD", ":SGD: imports a_sibling from its folder, not covered by"),
         ("my_conf/group.py:SGD", "others can write it, and it would run as you; would work"),
         ("my_conf/all.py:SGD", "others can write it, and it would run as you; would work: c"),
         ("my_conf/sgd.py@0123456789ab:SGD", "the file has changed since the job was made, to @"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused(home, typed, says):
+def test_a_file_that_cannot_be_used_is_refused(home, typed, says, monkeypatch):
+    monkeypatch.syspath_prepend("my_conf")
     Path("my_conf/folder.py").mkdir()
+    write("leaves", "raise SystemExit(3)\n")
+    write("a_sibling", "")
+    write("imports", "import a_sibling\nSGD = 1\n")
     write("raises", "import no_such_module\n")
     write("broken", "def (\n")
     write("group", "SGD = 1\n", 0o664)
     write("all", "SGD = 1\n", 0o646)
-    with one_line(ConfigError, f"optimizer.kind=.*{re.escape(says)}"):
-        compose_job([*TINY, f"optimizer.kind={typed}"])
+    for _ in range(2):
+        with one_line(ConfigError, f"optimizer.kind=.*{re.escape(says)}"):
+            compose_job([*TINY, f"optimizer.kind={typed}"])
+
+
+def test_a_file_is_compiled_as_it_is(home):
+    path = write("typed", "def typed(x: int): ...\n")
+    component = Component.of("optimizer.kind", f"{path}:typed")
+    assert component.load().__annotations__ == {"x": int}
 
 
 def test_a_file_of_another_user_is_refused(home, monkeypatch):
