@@ -46,9 +46,10 @@ CASES
     [[ ${COMPREPLY[0]} != *[.=] ]] || compopt -o nospace 2> /dev/null
 }
 """
-_OF_BASH = "complete -F _harness harness\n"
+# Where no word fits, names of files do.
+_OF_BASH = "complete -o default -F _harness harness\n"
 # compopt is missing there, so no word is followed by a space.
-_OF_ZSH = "autoload -U +X bashcompinit && bashcompinit\ncomplete -o nospace -F _harness harness\n"
+_OF_ZSH = "autoload -U +X bashcompinit && bashcompinit\ncomplete -o nospace -o default -F _harness harness\n"
 
 
 def completion(shell: str) -> int:
@@ -59,7 +60,7 @@ def completion(shell: str) -> int:
         after = {f"__fish_seen_subcommand_from {name}": each for name, each in words.items()}
         after["__fish_use_subcommand"] = _quoted(words)
         lines = [f"complete -c harness -n '{when}' -a {each}" for when, each in after.items()]
-        text = "\n".join(["complete -c harness -f", *lines, ""])
+        text = "\n".join(["complete -c harness -n __fish_use_subcommand -f", *lines, ""])
     else:
         cases = "\n".join(f"    *,{name}) every={each} ;;" for name, each in words.items())
         text = _BASH.replace("VERBS", _quoted(words)).replace("CASES", cases)

@@ -78,9 +78,22 @@ def test_shells_read_their_script(scripts, shell):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_fish_completes(scripts):
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("train model=llama3_t", ["model=llama3_tiny"]),
+        ("report con", ["conf/"]),
+        ("con", ["converge", "convert"]),
+    ],
+)
+def test_fish_completes(scripts, typed, words):
     if shutil.which("fish") is None:
         pytest.skip("there is no fish here")
-    program = f"source {scripts / 'fish'}; complete -C 'harness train model=llama3_t'"
-    done = subprocess.run(["fish", "--no-config", "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["model=llama3_tiny"]
+    command = ["fish", "--no-config", "-c", f"source fish; complete -C 'harness {typed}'"]
+    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == words
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_files_are_completed_where_no_word_fits(scripts, shell):
+    assert "-o default -F _harness" in (scripts / shell).read_text()
