@@ -113,12 +113,13 @@ def test_a_sweep_is_named_as_its_jobs_are(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "others", "names"),
     # Names have no sign that nobody typed, and no label of a later command.
-    rows("""
+    rows(r"""
         [a=1 b=1 c=1, a=2 b=1 c=1]                  []             [a=1, a=2]
         [a=1 b=1 c=1, a=2 b=1 c=1]                  [a=1 b=2 c=1]  [a=1 b=1, a=2 b=1]
         [a=1]                                       []             [the only point]
         []                                          []             []
         [++c.A=a d=1, ++c.A=b d=1]                  []             [c.A=a, c.A=b]
+        [k=f.py\:A d=1, k=g.py\:A d=1]              []             [k=f.py:A, k=g.py:A]
         [a=1, a=2 cluster.wait=true]                []             [a=1, a=2]
         [a=1 cluster.ranks=1, a=2 cluster.ranks=2]  []             [a=1 cluster.ranks=1, a=2 cluster.ranks=2]
     """),

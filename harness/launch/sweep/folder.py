@@ -238,8 +238,9 @@ def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] =
     named = _without(overrides, shared | constant)
     if len(set(named)) < len(named):
         named = _without(overrides, shared)
-    # An override of a mapping's key begins with ++ in Hydra's syntax. Users have not typed it.
-    return [re.sub(r"(^| )\+\+", r"\1", name) or _ALONE for name in named]
+    # In Hydra's syntax an override of a mapping's key begins with ++, and a colon of an axis has a
+    # backslash. Users have not typed them.
+    return [re.sub(r"(^| )\+\+|\\(?=:)", r"\1", name) or _ALONE for name in named]
 
 
 def names_of(points: Sequence[Point]) -> list[str]:
