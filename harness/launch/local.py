@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -54,6 +55,7 @@ killed."""
 LEAVING_SECONDS = 2.0
 # The same where ranks that run out of memory write a snapshot of it, which takes seconds.
 SNAPSHOT_SECONDS = 60.0
+_LOAD = Path("/proc/loadavg")  # of Linux
 
 
 def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -104,11 +106,23 @@ def note_busy_cores(job: Job) -> None:
     is_chosen = "OMP_NUM_THREADS" in os.environ or job.cluster.threads_per_rank
     cores = os.cpu_count() or 1
     load = os.getloadavg()[0]
-    if not is_chosen and load >= cores and (job.cluster.device == "cpu" or not count_gpus()):
+    is_busy = load >= cores and _running_threads() > cores
+    if not is_chosen and is_busy and (job.cluster.device == "cpu" or not count_gpus()):
         note(
             f"other processes use this machine (load {load:.1f} on {cores} cores), so steps are slow; "
             "cluster.threads_per_rank=1 may be faster"
         )
+
+
+def _running_threads() -> float:
+    """Return how many threads of all processes run now; infinite if the system does not say.
+
+    The load is a mean over minutes, in which a run that has just ended still counts.
+    """
+    try:
+        return int(_LOAD.read_text().split()[3].partition("/")[0])
+    except OSError:
+        return inf
 
 
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:

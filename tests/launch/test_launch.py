@@ -292,19 +292,26 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch):
 
 
 @pytest.mark.parametrize(
-    ("load", "threads", "field", "device", "says"),
+    ("load", "running", "threads", "field", "device", "says"),
     [
-        (12.34, None, None, "cpu", True),
-        (12.34, None, None, "auto", True),
-        (1.9, None, None, "cpu", False),
-        (12.34, "1", None, "cpu", False),
-        (12.34, None, 1, "cpu", False),
-        (12.34, None, None, "cuda", False),
+        (12.34, "3/400", None, None, "cpu", True),
+        (12.34, "3/400", None, None, "auto", True),
+        (12.34, None, None, None, "cpu", True),
+        (12.34, "2/400", None, None, "cpu", False),
+        (1.9, "3/400", None, None, "cpu", False),
+        (12.34, "3/400", "1", None, "cpu", False),
+        (12.34, "3/400", None, 1, "cpu", False),
+        (12.34, "3/400", None, None, "cuda", False),
     ],
 )
-def test_a_machine_in_use_is_said(load, threads, field, device, says, monkeypatch, capsys):
+def test_a_machine_in_use_is_said(
+    load, running, threads, field, device, says, monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("harness.launch.local._LOAD", tmp_path / "loadavg")
+    if running:
+        (tmp_path / "loadavg").write_text(f"{load} 0.00 0.00 {running} 4711\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if device == "cuda" else "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
