@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_the_page_has_what_a_family_needs(sources):
 
 @pytest.mark.parametrize("command", commands())
 def test_commands(sources, command):
-    program, *arguments = command.split()
+    program, *arguments = shlex.split(command)
     program = [] if program == "python" else ["-m", "harness"]
     done = python(*program, *arguments, cwd=sources, PYTHONPATH=str(sources), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
