@@ -110,9 +110,11 @@ class Component:
                 raise self.refusal(
                     f"the file cannot be imported: {type(error).__name__}: {error}"
                 ) from error
-            new = sys.modules.keys() - known
-            files = {getattr(sys.modules[each], "__file__", ""): each for each in new}
-            beside = [files[each] for each in map(str, self.path.parent.iterdir()) if each in files]
+            beside = []
+            for each in sys.modules.keys() - known:
+                file = getattr(sys.modules[each], "__file__", None) or ""
+                if Path(file).parent == self.path.parent:
+                    beside.append(each)
             if beside:
                 for each in (name, *beside):
                     del sys.modules[each]
