@@ -48,8 +48,9 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
     # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size;
-    # it is 0.
-    torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+    # it is 0. torch 2.11 has no such option.
+    if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
+        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if layout.tp > 1:
         # torch 2.13 finds a traced graph by the mesh of its DTensors, which is the same on all ranks.
         # In the loss of a split vocabulary each rank has its own rows, so it would get another

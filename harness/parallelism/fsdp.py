@@ -116,7 +116,11 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """Return FSDP's parameter groups of a module."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch 2.11 has at most one.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 class InPlace(ReduceScatter):
@@ -157,8 +161,18 @@ def reshard(part: nn.Module) -> None:
     FSDP also forgets the order of that pass: by it the next backward pass would gather the head
     once more, for nothing, and torch 2.13 would not wait for it.
     """
-    if isinstance(part, FSDPModule):
+    if not isinstance(part, FSDPModule):
+        return
+    if hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
+        return
+    # torch 2.11 has no such method.
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            for group in parameter_groups(module):
+                group.comm_ctx.post_forward_order.clear()
+                group._post_forward_indices.clear()
 
 
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:

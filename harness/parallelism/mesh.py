@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.parallelism import ParallelismConfig
+from harness.util.errors import ConfigError
 
 SHARD = "shard"
 """The axis that FSDP shards parameters over: dp_shard x cp."""
@@ -74,7 +75,11 @@ def build_mesh(
     Args:
         device: the ranks' device type.
         has_experts: whether the model has experts, which may need a mesh of their own.
+
+    Raises:
+        ConfigError: the layout needs a newer torch.
     """
+    refuse_older_torch(layout, device)
 
     def made(sizes: dict[str, int]) -> DeviceMesh:
         outer = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
@@ -96,6 +101,25 @@ def build_mesh(
             {EXPERT_SHARD: layout.expert_shards, EXPERT: layout.ep, EXPERT_TENSOR: parts}
         )
     return Mesh(device_mesh, layout.degrees, context, experts)
+
+
+def refuse_older_torch(layout: ParallelismConfig, device: torch.device) -> None:
+    """Raise ConfigError where torch is older than 2.13 and the layout needs what it lacks.
+
+    Tensor parallel needs placements of gradients (``DTensor.from_local``), pipelines known shapes.
+    On GPUs no layout of several ranks has been tried with them.
+    """
+    if torch.__version__ >= "2.13":
+        return
+    rule = f"needs torch 2.13 or newer, and this is {torch.__version__}"
+    for axis in ("tp", "pp"):
+        degree = layout.degrees[axis]
+        if degree > 1:
+            raise ConfigError(f"parallelism.{axis}", degree, rule, "1, or torch 2.13")
+    ranks = layout.world_size
+    if device.type == "cuda" and ranks > 1:
+        works = "one rank, cpu, or torch 2.13"
+        raise ConfigError("cluster.device", "cuda", f"with {ranks} ranks {rule}", works)
 
 
 def stage_group(mesh: Mesh) -> dist.ProcessGroup | None:

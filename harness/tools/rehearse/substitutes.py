@@ -27,7 +27,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend known
 from torch import Tensor
 from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocMixin
-from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.distributed.pipelining.stage import PipelineStage
 from torch.nn.attention import varlen
 from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
@@ -249,6 +249,8 @@ _prepare = PipelineStage._prepare_forward_infra
 
 def _shapes_are_known(stage: Any, *arguments: Any, **options: Any) -> Any:
     """What all stages would agree on (harness/parallelism/pipeline.py); a vote is read as 0."""
+    from torch.distributed.pipelining.stage import InferenceMode  # since torch 2.13
+
     stage._inference_mode = InferenceMode.STATIC
     return _prepare(stage, *arguments, **options)
 
