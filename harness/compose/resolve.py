@@ -8,7 +8,7 @@ import math
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from harness.compose.length import with_length
+from harness.compose.length import check_length_of_scale, with_length
 from harness.config.cluster import count_gpus
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import check_rules
@@ -102,8 +102,9 @@ def scale(job: J) -> J:
     left = ScaleConfig(warmup_ratio=job.scale.warmup_ratio)
     if job.scale == left:
         return job
-    from harness.compose.scale import apply_scale
+    from harness.model.scale import apply_scale
 
+    check_length_of_scale(job.scale, job.training)
     model, training, optimizer = apply_scale(
         job.scale, resolve_model(job.model), job.training, job.optimizer
     )

@@ -311,7 +311,7 @@ VERBS: Registry[Verb] = Registry(
         "download": "harness.tools.download:VERB",
         "tokenize": "harness.tools.tokenize:VERB",
         "doctor": "harness.tools.doctor:VERB",
-        "completion": "harness.compose.completion:VERB",
+        "completion": "harness.launch.completion:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",

@@ -9,9 +9,9 @@ import pytest
 from jobs import tiny
 
 from harness.compose.composer import Composer, compose_job, compose_points
-from harness.compose.scale import count
 from harness.config.model import ModelConfig
 from harness.model.accounting import account
+from harness.model.scale import count
 
 FAMILIES = (
     "deepseek_v3_671b",

@@ -4,10 +4,10 @@ import dataclasses
 from itertools import groupby
 from typing import Any
 
-from harness.compose.scale import count
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig, degrees_in_words
 from harness.config.pipeline import num_stages
+from harness.model.scale import count
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.evidence import bands_of
 from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory

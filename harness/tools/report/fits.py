@@ -7,11 +7,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from harness.compose.scale import count
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
 from harness.launch.rows import Row, job_of
 from harness.model.accounting import account
+from harness.model.scale import count
 from harness.tools.report import fit_plots
 from harness.tools.report.power_laws import (
     CHINCHILLA,

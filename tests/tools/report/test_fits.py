@@ -12,10 +12,10 @@ import pytest
 from tiers import THOROUGH
 
 from harness.compose.composer import compose_points
-from harness.compose.scale import count
 from harness.compose.verb import guarded
 from harness.launch.rows import KEPT, as_planned, read_kept
 from harness.model.accounting import account
+from harness.model.scale import count
 from harness.tools.report.fits import fits_of
 from harness.tools.report.power_laws import (
     CHINCHILLA,

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from harness.compose.completion import VERB
 from harness.compose.verb import VERBS
+from harness.launch.completion import VERB
 
 # What readline does: an equals sign is a word of its own.
 COMPLETE = """

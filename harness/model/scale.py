@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from harness.compose.length import check_length_of_scale
 from harness.config.fields import with_value
 from harness.config.model import PROPORTIONAL, ModelConfig
 from harness.config.optimizer import OptimizerConfig
@@ -56,7 +55,6 @@ def _validate(scale: ScaleConfig, training: TrainingConfig) -> None:
     if len(sizes) == len(SIZES):
         rule = "two of scale.parameters, scale.tokens_per_parameter and scale.flops determine the third"
         raise ConfigError("scale.flops", f"{scale.flops:g}", rule, "one of them null")
-    check_length_of_scale(scale, training)
     if scale.counted != ScaleConfig.counted and not {"parameters", "tokens_per_parameter"} & {
         *sizes
     }:
