@@ -73,8 +73,9 @@ class Launch:
 
     @property
     def err(self):
-        """The job's stderr."""
-        return Path(self._log.name).read_text()
+        """The job's stderr, without the note that depends on other processes."""
+        lines = Path(self._log.name).read_text().splitlines(keepends=True)
+        return "".join(each for each in lines if not each.startswith("NOTE other processes"))
 
     @property
     def run_dir(self):
