@@ -48,7 +48,7 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
     # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size;
-    # it is 0. torch 2.11 has no such option.
+    # it is 0. Before 2.13 there is no such option.
     if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if layout.tp > 1:

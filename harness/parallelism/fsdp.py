@@ -166,7 +166,7 @@ def reshard(part: nn.Module) -> None:
     if hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    # torch 2.11 has no such method.
+    # Before torch 2.13 there is no such method.
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

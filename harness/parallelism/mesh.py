@@ -106,8 +106,8 @@ def build_mesh(
 def refuse_older_torch(layout: ParallelismConfig, device: torch.device) -> None:
     """Raise ConfigError where torch is older than 2.13 and the layout needs what it lacks.
 
-    Tensor parallel needs placements of gradients (``DTensor.from_local``), pipelines known shapes.
-    On GPUs no layout of several ranks has been tried with them.
+    Tensor parallel needs placements of gradients (``DTensor.from_local``). Of pipelines on CPUs the
+    schedules with a V fail to connect. On GPUs no layout of several ranks has been tried.
     """
     if torch.__version__ >= "2.13":
         return

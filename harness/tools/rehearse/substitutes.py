@@ -249,7 +249,7 @@ _prepare = PipelineStage._prepare_forward_infra
 
 def _shapes_are_known(stage: Any, *arguments: Any, **options: Any) -> Any:
     """What all stages would agree on (harness/parallelism/pipeline.py); a vote is read as 0."""
-    from torch.distributed.pipelining.stage import InferenceMode  # since torch 2.13
+    from torch.distributed.pipelining.stage import InferenceMode  # since torch 2.12
 
     stage._inference_mode = InferenceMode.STATIC
     return _prepare(stage, *arguments, **options)
