@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from harness.util import PACKAGE
-from harness.util.errors import ConfigError
+from harness.util.errors import MissingPackageError
 from harness.util.files import require_regular
 
 COPIES = "components"
@@ -30,10 +30,6 @@ _TEXT = re.compile(r"(?P<path>.+\.py)(?:@(?P<digest>[0-9a-f]{12}))?:(?P<name>[A-
 # The folder of a recorded file, in JSON.
 _FOLDER = re.compile(r'(?<=")[^"]*/(?=[^"/]+\.py@[0-9a-f]{12}:)')
 _BY_OTHERS = 0o022  # bits of a mode: written by the group, or by all
-
-
-class MissingPackageError(ConfigError):
-    """No installed package adds the name that a job uses, or the file that has it is not as it was."""
 
 
 @dataclass(frozen=True)
@@ -98,33 +94,38 @@ class Component:
         content = self.read()
         name = f"harness_component_{digest_of(content)}"
         if name not in sys.modules:
-            module = ModuleType(name)
-            module.__file__ = str(self.path)
-            sys.modules[name] = module
-            known = set(sys.modules)
-            try:
-                # Not by a loader: the file may have changed since it was read.
-                exec(compile(content, self.path, "exec", dont_inherit=True), vars(module))
-            except (Exception, SystemExit) as error:  # a file may raise anything
-                del sys.modules[name]
-                raise self.refusal(
-                    f"the file cannot be imported: {type(error).__name__}: {error}"
-                ) from error
-            beside = []
-            for each in sys.modules.keys() - known:
-                file = getattr(sys.modules[each], "__file__", None) or ""
-                if Path(file).parent == self.path.parent:
-                    beside.append(each)
-            if beside:
-                for each in (name, *beside):
-                    del sys.modules[each]
-                rule = f"imports {beside[0]} from its folder, not covered by the digest"
-                raise self.refusal(rule, "one file, or an installed package")
+            self._import(content, name)
         names = vars(sys.modules[name])
         if self.name not in names:
             close = difflib.get_close_matches(self.name, names)
             raise self.refusal(f"the file has no {self.name}", close)
         return names[self.name]
+
+    def _import(self, content: bytes, name: str) -> None:
+        """Make a module of the content; refuse one that imports from the folder of its file."""
+        module = ModuleType(name)
+        module.__file__ = str(self.path)
+        sys.modules[name] = module
+        known = set(sys.modules)
+        try:
+            # Not by a loader: the file may have changed since it was read.
+            exec(compile(content, self.path, "exec", dont_inherit=True), vars(module))
+        except (Exception, SystemExit) as error:  # a file may raise anything
+            del sys.modules[name]
+            raise self.refusal(
+                f"the file cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+        neighbours = []
+        for imported in sys.modules.keys() - known:
+            file = getattr(sys.modules[imported], "__file__", None) or ""
+            if Path(file).parent == self.path.parent:
+                neighbours.append(imported)
+        if neighbours:
+            # All are forgotten, so that the next attempt meets them again.
+            for imported in (name, *neighbours):
+                del sys.modules[imported]
+            rule = f"imports {neighbours[0]} from its folder, not covered by the digest"
+            raise self.refusal(rule, "one file, or an installed package")
 
     def refusal(self, rule: str, works: str | list[str] = "") -> MissingPackageError:
         return MissingPackageError(self.field, self.text, rule, works)

@@ -18,9 +18,9 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from harness.config.component import WORKS, Component, MissingPackageError
+from harness.config.component import WORKS, Component
 from harness.config.fields import check_rules, default_of, from_dict
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import ConfigError, MissingPackageError, UserError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -91,6 +91,10 @@ def missing_package(error: BaseException) -> UserError | None:
     )
 
 
+class MissingPackageError(ConfigError):
+    """No installed package adds the name that a job uses, or the file that has it is not as it was."""
+
+
 class DataError(UserError):
     """The data or the tokenizer cannot be used: missing, empty, unreadable, or of the wrong size."""
 

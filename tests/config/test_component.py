@@ -13,12 +13,12 @@ from one_line import one_line
 from processes import python
 
 from harness.compose.composer import compose_job
-from harness.config.component import Component, MissingPackageError
+from harness.config.component import Component
 from harness.config.job import Job, differing_numerics
 from harness.config.optimizer import KINDS
 from harness.launch.inputs import require_inputs
 from harness.launch.slurm import snapshot_path, take_snapshot
-from harness.util.errors import ConfigError
+from harness.util.errors import ConfigError, MissingPackageError
 
 EXTRAS = Path(__file__).parents[1] / "extras" / "harness_extras"
 TINY = [

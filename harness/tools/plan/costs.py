@@ -9,13 +9,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.config.component import MissingPackageError
 from harness.config.model import ModelConfig
 from harness.config.registry import Registry
 from harness.model.accounting import attention_flops
 from harness.model.spec import TensorSpec, block_tensors
 from harness.tools.plan.activations import PartActivations, head_activations, pre_norm_activations
-from harness.util.errors import UserError
+from harness.util.errors import MissingPackageError, UserError
 
 if TYPE_CHECKING:
     from harness.config.job import Job

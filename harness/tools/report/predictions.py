@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.cluster import ClusterConfig
-from harness.config.component import MissingPackageError
 from harness.config.job import Job
 from harness.launch.rows import Row, job_of
 from harness.tools.plan.constants import Calibration
+from harness.util.errors import MissingPackageError
 from harness.util.words import GIB, plural
 
 CALIBRATION = "calibration.json"
