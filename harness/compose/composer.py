@@ -133,11 +133,13 @@ class Composer:
         try:
             return resolved(job)
         except ConfigError as error:
-            is_default = error.field == BATCH and self._source(BATCH, overrides) == ("", False)
             # Points of a sweep keep one batch, so that they can be compared.
-            if fits_batch and is_default and isinstance(job, Job) and job.fits_batch:
-                return with_fitting_batch(job, resolved)
-            raise
+            if error.field != BATCH or not (fits_batch and isinstance(job, Job) and job.fits_batch):
+                raise
+            source, is_typed = self._source(BATCH, overrides)
+            if source or is_typed:
+                raise
+            return with_fitting_batch(job, resolved)
 
     def point_of_sweep(self, overrides: list[str]) -> Composed:
         """Compose a job like ``point``, or find the reason why it is not valid.

@@ -91,12 +91,18 @@ def _readable(override: str) -> str:
 
 def _of_choice(error: Any, text: str, files: list[str]) -> UserError:
     """The error of a choice in a defaults list: its file, its line, and one that would work."""
+    # Hydra names what is wrong: a missing file, a group with two options, or a name in quotes.
     missing = str(getattr(error, "missing_cfg_file", None) or "")
     multiple = text.removeprefix(MULTIPLE).partition(". To override")[0]
     quoted = re.findall("'([^']+)'", text) or [""]
     if text.startswith("In '"):
         files = [quoted[0], *files]
-    wrong = missing or (multiple if multiple != text else quoted[-1]).partition("@")[0]
+    if missing:
+        wrong = missing
+    elif text.startswith(MULTIPLE):
+        wrong = multiple.partition("@")[0]
+    else:
+        wrong = quoted[-1].partition("@")[0]
     for file in files:
         for line, group, option in _CHOICE.findall(_text_of(file)):
             rule = _rule_of_choice(line, group, option)

@@ -55,7 +55,7 @@ _OF_ZSH = "autoload -U +X bashcompinit && bashcompinit\ncomplete -o nospace -o d
 def completion(shell: str) -> int:
     """Print the script for a shell; return the exit code."""
     with search_path([], "train", folders=folders_of_environment()):
-        words = {name: _quoted(words_of(VERBS[name])) for name in VERBS}
+        words = {name: _quoted(typed_after(VERBS[name])) for name in VERBS}
     if shell == "fish":
         after = {f"__fish_seen_subcommand_from {name}": each for name, each in words.items()}
         after["__fish_use_subcommand"] = _quoted(words)
@@ -73,7 +73,7 @@ def _quoted(words: Iterable[str]) -> str:
     return shlex.quote(" ".join(words))
 
 
-def words_of(verb: Verb) -> list[str]:
+def typed_after(verb: Verb) -> list[str]:
     """Return what can be typed after a verb: flags and words, fields, and options of groups."""
     words = list(verb.parser()._option_string_actions)
     for argument in verb.arguments:

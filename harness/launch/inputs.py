@@ -59,6 +59,7 @@ def require_inputs(job: Job) -> None:
         raise ConfigError(
             "tokenizer.path", tokenizer, "there is no such file", f"{works}a tokenizer file"
         )
+    # Files of other fields were imported when the job was composed.
     for name in job.training.observers:
         if OBSERVERS.file(name):
             OBSERVERS[name]
