@@ -11,7 +11,7 @@ import errno
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +150,11 @@ class CheckpointFolder:
             remove_unfinished(path)
         _set_aside([path for path in later if self._fs.exists(_open_url(path)[1])])
 
-    def purge(self, keep: int) -> None:
+    def purge(self, keep: int, keeps: Callable[[int], bool] = lambda _: False) -> None:
         """Remove complete checkpoints except the newest ``keep`` (0 keeps all), and unfinished older ones.
 
-        Always kept: the newest complete one, the newest that a run can resume from, and any being
-        read.
+        Always kept: the newest complete one, the newest that a run can resume from, any being
+        read, and those of steps for which ``keeps`` says so.
         """
         complete = self.complete(None if keep else 1)[0]
         if not complete:
@@ -162,7 +162,7 @@ class CheckpointFolder:
         full = next((each for each in complete if each.holds == "full"), None)
         for each in complete[keep:] if keep else []:
             # If the newest one holds the weights alone, a run can still resume from this one.
-            if each is not full:
+            if each is not full and not keeps(each.step):
                 manifest = _local(each.path, MANIFEST)
                 # One that is being read is locked.
                 with suppress(LockedError), (lock(manifest) if manifest else None) or nullcontext():

@@ -70,6 +70,8 @@ class Saver(CheckpointedRun):
     """Writes the checkpoints of one run."""
 
     say: Callable[[str], None]
+    on_written: Callable[[str, int], None] = lambda _path, _step: None
+    """Called on rank 0 with the path and the step of each checkpoint that was written."""
 
     def __post_init__(self) -> None:
         device = self.engine.device.type
@@ -80,6 +82,7 @@ class Saver(CheckpointedRun):
         self._last_failed = False
         self._background: _BackgroundSave | None = None
         self._stager: _Stager | None = None
+        self._saved_at = time.monotonic()
         # Removing many files is slow, so one background thread removes checkpoints in turn.
         self._purger = ThreadPoolExecutor(1, thread_name_prefix="purge")
 
@@ -103,6 +106,14 @@ class Saver(CheckpointedRun):
             ) from error
         if self.config.last_save_in_hf:
             self.weights.check_export(self.job)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether rank 0 finds that ``checkpoint.interval_minutes`` have passed since the last save began."""
+        minutes = self.config.interval_minutes
+        if minutes is None or not self.config.writes or self.ranks.rank != 0:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * minutes
 
     @property
     def is_staging(self) -> bool:
@@ -131,6 +142,7 @@ class Saver(CheckpointedRun):
         raised on all ranks if a final save fails, or a second one in a row.
         """
         started = time.perf_counter()
+        self._saved_at = time.monotonic()
         # Try the final save even if the one before failed: there may be space again.
         self._finish_background_save(tolerant=final and not self.asks_to_stop)
         if self.account.step != step:
@@ -288,12 +300,13 @@ class Saver(CheckpointedRun):
 
         def remove_old() -> None:
             try:
-                self.folder.purge(self.config.keep_latest_k)
+                self.folder.purge(self.config.keep_latest_k, self.config.keeps)
             except Exception as error:  # the thread would swallow it; no reason to stop the run
                 self.say(f"WARNING an old checkpoint could not be removed: {error}")
 
         self.say(f"saved {self.folder.path_of(step)} {how}")
         if self.ranks.rank == 0:
+            self.on_written(self.folder.path_of(step), step)
             self._purger.submit(remove_old)
 
     def _record_success(self, step: int) -> None:

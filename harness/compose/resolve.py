@@ -135,7 +135,7 @@ def _check_parts(job: Job) -> None:
     check_optimizer_groups(job)
     check_scheduled_sizes(job)
     job.schedule.validate(job.steps)
-    job.checkpoint.validate()
+    job.checkpoint.validate(job.steps)
     job.profiling.validate(job.steps, job.world_size)
     if job.cluster.device == "cpu":
         job.checkpoint.refuse_pinned_memory("cluster.device=cpu")

@@ -1,6 +1,7 @@
 """The ``checkpoint`` group of a job: what is saved, when and how, and which checkpoint a run starts from."""
 
 import functools
+import math
 from dataclasses import dataclass
 
 from harness.config.fields import Switch, label, numerics
@@ -9,11 +10,14 @@ from harness.util.errors import ConfigError
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("optimizer", "lr_scheduler", "data_loader", "train_state", "rng")
+LOG2 = "log2"
 
 ENABLE = Switch("checkpoint.enable")
 saving_label = functools.partial(label, needs=ENABLE)
 WEIGHTS_ONLY = Switch("checkpoint.last_save_model_only")
 INITIAL = Switch("checkpoint.initial_load_path", "checkpoint.initial_load_path=FOLDER")
+PRUNING = Switch("checkpoint.keep_latest_k", "checkpoint.keep_latest_k=2")
+COMMAND = Switch("checkpoint.on_save", "checkpoint.on_save=COMMAND")
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,28 @@ class CheckpointConfig:
     interval: int = saving_label(500, least=1, works="500, or checkpoint=disabled")
     """Optimizer steps between checkpoints. One more is written after the last step and on a
     stop."""
+    interval_minutes: float | None = saving_label(None, above=0)
+    """Also write a checkpoint when so many minutes have passed since the last one, by the clock of rank 0;
+    null: never. It bounds what a failure costs when steps are slow or their time is not known."""
+    steps: list[int] | str = saving_label(factory=list)
+    """Also write checkpoints after these steps, and keep them all; ``log2`` means 1, 2, 4, 8, ..."""
     async_mode: str = saving_label("disabled", choices=ASYNC_MODES)
     """``disabled`` writes while training waits. ``async`` copies the state to host memory during the next
     step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem``
     copies to pinned memory (needs a GPU)."""
     keep_latest_k: int = saving_label(10, least=0)
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
+    keep_every: int = label(0, least=0, needs=(ENABLE, PRUNING))
+    """Keep also the checkpoints of all multiples of this step. Those between them serve restarts alone.
+    0: none."""
+    on_save: str | None = saving_label(None, nonempty=True)
+    """Shell command to run after each save, on the machine of rank 0 beside the training: an evaluation, an
+    upload. It finds CHECKPOINT, STEP and RUN_FOLDER in its environment. Commands run one after another,
+    with the lowest priority; what one prints is in ``logs/on_save-step-<n>.log``, and one that fails is
+    a warning. A checkpoint is not removed before its command has ended. At the end of training the run
+    waits for the commands; a stop or a failure ends them."""
+    on_save_timeout_seconds: int = label(3600, least=1, needs=(ENABLE, COMMAND))
+    """Seconds after which a command of on_save is ended."""
     resume: bool = label(True)
     """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
     and moves existing checkpoints to ``superseded/``."""
@@ -69,7 +89,12 @@ class CheckpointConfig:
     timeout_seconds: int = label(3600, least=1)
     """Timeout of collectives while saving and loading."""
 
-    def validate(self) -> None:
+    def validate(self, last_step: int) -> None:
+        self._check_steps(last_step)
+        if self.keep_every % self.interval:
+            rule = f"must be a multiple of checkpoint.interval={self.interval}"
+            works = f"{math.ceil(self.keep_every / self.interval) * self.interval}"
+            raise ConfigError("checkpoint.keep_every", self.keep_every, rule, works)
         if self.last_save_in_hf and "://" in self.folder:
             rule = "last_save_in_hf writes to local file systems only"
             raise ConfigError("checkpoint.folder", self.folder, rule, "a local path")
@@ -88,6 +113,17 @@ class CheckpointConfig:
                 "checkpoint.create_seed_checkpoint", True, "nothing is written in this job", "false"
             )
 
+    def _check_steps(self, last_step: int) -> None:
+        if isinstance(self.steps, str):
+            if self.steps != LOG2:
+                rule = "must be a list of steps, or log2"
+                raise ConfigError("checkpoint.steps", self.steps, rule, "[100,1000], or log2")
+            return
+        for step in self.steps:
+            if not 1 <= step <= last_step:
+                rule = f"has step {step}, and the run has the steps 1 to {last_step}"
+                raise ConfigError("checkpoint.steps", self.steps, rule, f"[{last_step}], or log2")
+
     def refuse_pinned_memory(self, why: str) -> None:
         """Raise ConfigError if pinned memory is requested without a GPU."""
         if self.enable and self.async_mode == "async_with_pinned_mem":
@@ -102,7 +138,17 @@ class CheckpointConfig:
         if not self.writes:
             return False
         first = step == 1 and self.enable_first_step_checkpoint
-        return first or step % self.interval == 0 or step == last_step
+        return first or self._is_listed(step) or step % self.interval == 0 or step == last_step
+
+    def keeps(self, step: int) -> bool:
+        """Whether the checkpoint of a step is kept however many follow."""
+        is_multiple = self.keep_every > 0 and step % self.keep_every == 0
+        return is_multiple or self._is_listed(step)
+
+    def _is_listed(self, step: int) -> bool:
+        if self.steps == LOG2:
+            return step.bit_count() == 1
+        return step in self.steps
 
     def options_of_loading(self) -> dict[str, object]:
         """Options that select what is loaded; stored in checkpoints that the run saves afterwards."""

@@ -317,6 +317,20 @@ def stop_signals_ignored() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def stop_signals_call(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function on a stop signal inside the context, where they may be ignored outside of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: function()) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def _handled_by(handler: object) -> Iterator[None]:
     before = _set_handlers(handler)
     try:

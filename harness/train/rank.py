@@ -197,12 +197,15 @@ def run_rank(
                         "(precision=bf16 is several times as fast)"
                     )
             rank.trainer = Trainer(job, folder, build_engine(job, device), rank.recorder, started)
-            return rank.end(rank.trainer, rank.trainer.train())
+            code = rank.end(rank.trainer, rank.trainer.train())
     except BaseException as error:
         if "RANK" in os.environ:
             ignore_stop_signals()
         with stop_signals_ignored():
-            return rank.fail(error)
+            code = rank.fail(error)
+    if rank.trainer is not None:
+        rank.trainer.end_commands(finished=code == EXIT_OK)
+    return code
 
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:

@@ -23,12 +23,18 @@ from harness.parallelism.async_tp import describe_fused, fused
 from harness.parallelism.compile import CompileWatch
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
+from harness.train.commands import SaveCommands
 from harness.train.engine import Engine
 from harness.train.non_finite import NonFinitePolicy, unwrap_non_finite
 from harness.train.objective import loader_of
 from harness.train.observer import Need, Observer, Run
 from harness.train.observers import observers_of
-from harness.train.process import StopRequest, garbage_collection, ignore_stop_signals
+from harness.train.process import (
+    StopRequest,
+    garbage_collection,
+    ignore_stop_signals,
+    stop_signals_call,
+)
 from harness.train.rows import Progress, Row, metrics_of_rows, result_row, source_progress, step_row
 from harness.train.setup import device_name, device_peak, set_timeouts
 from harness.train.step import LATE_STEPS, HostCopy, Noted, Step
@@ -74,7 +80,17 @@ class Trainer:
         prefetches = ahead and not loader.runs_in_loop
         self.loader = Prefetcher(loader, ahead, engine.device) if prefetches else loader
         ranks = RankGroup(job.checkpoint.timeout_seconds)
-        self.saver = Saver(job, folder.path, engine, self.loader, ranks, huggingface, self._message)
+        self.commands = SaveCommands(job.checkpoint, folder.path, self._message)
+        self.saver = Saver(
+            job,
+            folder.path,
+            engine,
+            self.loader,
+            ranks,
+            huggingface,
+            self._message,
+            self.commands.start,
+        )
         self.non_finite = NonFinitePolicy(job.debug, folder.path, engine)
         self._note_of_data = loader.note
         self.run = Run(job, folder.path, engine, tokenizer, ranks, self.progress, self._message)
@@ -145,7 +161,10 @@ class Trainer:
                 raise
             stopping = step.outcome.stop_requested and number < self.job.steps
             self.unread.append(step)
-            self._finish(drain=stopping or bool(aside) or self._needs_outcome(number))
+            # _launch puts this sum before those of the observers.
+            is_overdue = step.outcome.beside[0] > 0
+            saves = config.is_due(number, self.job.steps) or is_overdue
+            self._finish(drain=stopping or saves or bool(aside) or self._needs_outcome(number))
             self.progress.running = None
             self._note_compiled(number)
             for observer, sums in aside:
@@ -155,7 +174,7 @@ class Trainer:
                 if columns and self.recorder is not None:
                     self.recorder.log({"step": number, **columns})
             self.saver.poll()
-            if config.is_due(number, self.job.steps) or (stopping and config.writes):
+            if saves or (stopping and config.writes):
                 with self.timer.section("checkpoint"):
                     self._save(final=stopping or number == self.job.steps)
             if stopping:
@@ -185,7 +204,7 @@ class Trainer:
         begun = [each.begin_step(number) for each in self.observers]
         with unwrap_non_finite(number):
             stop_requested = request.signal is not None or self.saver.asks_to_stop
-            beside = list(chain.from_iterable(begun))
+            beside = [float(self.saver.is_overdue), *chain.from_iterable(begun)]
             outcome = self.engine.gradients(batch, stop_requested=stop_requested, beside=beside)
         lr = self.engine.lr
         if self.saver.is_staging:
@@ -196,7 +215,7 @@ class Trainer:
             self.saver.check_optimizer()
         columns = dict[str, Any]()
         aside = []
-        at = 0
+        at = 1
         for observer, values in zip(self.observers, begun, strict=True):
             sums = outcome.beside[at : at + len(values)]
             at += len(values)
@@ -259,23 +278,32 @@ class Trainer:
             shown = [each for each in metrics_of_rows(self.observers) if each.name not in hidden]
             self.recorder.begin(self.progress.step, shown)
 
+    def end_commands(self, *, finished: bool) -> None:
+        """Wait for the commands of ``checkpoint.on_save``; end them if the run has not ``finished``."""
+        if not finished:
+            self.commands.end()
+        elif self.commands.unfinished:
+            steps = ", ".join(map(str, self.commands.unfinished))
+            self._message(f"waiting for checkpoint.on_save of step {steps}")
+        with stop_signals_call(self.commands.end):
+            self.commands.finish()
+
     def result(self) -> Row:
         """Return the trainer's fields of result.json (``result_row``)."""
         return result_row(self)
 
     def _needs_outcome(self, step: int) -> bool:
-        """Whether what comes after this step needs its loss, to know that it is finite, or its time alone.
+        """Whether it is the last one, or its time is measured alone.
 
         Else its values are read, and its row is written, when the next step is launched.
         """
-        saved = self.job.checkpoint.is_due(step, self.job.steps)
         timed_alone = (
             step == self.progress.start_step + 1
             or self.run.sizes.changes_length(step)
             or self.run.sizes.changes_length(step + 1)
             or self._is_slowed(step) != self._is_slowed(step + 1)
         )
-        return step == self.job.steps or saved or timed_alone
+        return step == self.job.steps or timed_alone
 
     def _is_slowed(self, step: int) -> bool:
         return any(Need.SLOWS in each.needs(step) for each in self.observers)

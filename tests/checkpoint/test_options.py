@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading, remove
 from harness.checkpoint.resume import differing, refuse_other_numerics
 from harness.checkpoint.storage import Writer
+from harness.train.engine import Engine
 from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_USER, ConfigError, UserError
 from harness.weights import detect
 
@@ -40,6 +42,99 @@ def test_when_checkpoints_are_written_and_kept(tmp_path, mode, keep, kept):
     assert run.row["checkpoint.saves"] == 4
     off = start(tmp_path / "off", "checkpoint=disabled")
     assert not (off.path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["checkpoint.interval=2", "checkpoint.keep_every=4"], [4, 8]),
+        (["checkpoint.interval=100", "checkpoint.steps=log2"], [1, 2, 4, 8]),
+        (["checkpoint.interval=2", "checkpoint.steps=[3,5]"], [3, 5, 8]),
+        (["checkpoint.interval=100", "checkpoint.interval_minutes=1e-6"], [8]),
+        (["checkpoint.interval=3", "checkpoint.keep_every=6", "checkpoint.steps=[1]"], [1, 6, 8]),
+    ],
+)
+def test_what_is_kept_beside_the_newest(tmp_path, options, kept):
+    run = start(tmp_path, *options, "checkpoint.keep_latest_k=1")
+    assert run.checkpoints.steps() == kept
+
+
+def test_minutes_are_those_of_rank_0(tmp_path, monkeypatch):
+    """The others' clocks decide nothing: they may be fast, or stand still."""
+    started = time.monotonic()
+    clock = SimpleNamespace(
+        monotonic=lambda: started, perf_counter=time.perf_counter, time=time.time
+    )
+    monkeypatch.setattr(save, "time", clock)
+    run = start(tmp_path / "slow", "checkpoint.interval=100", "checkpoint.interval_minutes=1e-6")
+    assert run.checkpoints.steps() == [8]
+    saver = SimpleNamespace(
+        config=SimpleNamespace(interval_minutes=1e-6, writes=True),
+        ranks=SimpleNamespace(rank=1),
+        _saved_at=-1e9,
+    )
+    assert not save.Saver.is_overdue.fget(saver)
+    saver.ranks.rank = 0
+    assert save.Saver.is_overdue.fget(saver)
+
+
+COMMAND_ON_SAVE = """
+[ -z "$RANK$HARNESS_CONTROLLER" ] || exit 9
+ls "$CHECKPOINT/manifest.json" || exit 8
+echo "$STEP" >> "$RUN_FOLDER/saved.txt"
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "problem"),
+    [
+        ("", None),
+        ("[ $STEP != 4 ]", "of step 4 failed with exit code 1"),
+        ("kill -9 $$", "of step 8 failed with exit code 137"),
+    ],
+)
+def test_a_command_for_each_save(tmp_path, capsys, ending, problem):
+    """It runs for all checkpoints in order, on those that are old by then too; its failure is a warning."""
+    script = tmp_path / "on_save.sh"
+    script.write_text(COMMAND_ON_SAVE + ending + "\n")
+    command = f"checkpoint.on_save=sh {script}"
+    run = start(tmp_path, EVERY_2, "checkpoint.keep_latest_k=1", PLAIN, command)
+    assert (run.path / "saved.txt").read_text().split() == ["2", "4", "6", "8"]
+    assert (run.path / "logs" / "on_save-step-2.log").read_text().count("manifest.json") == 1
+    said = capsys.readouterr().out
+    warnings = [line for line in said.splitlines() if "on_save of" in line and "WARNING" in line]
+    if problem is None:
+        assert not warnings
+    else:
+        assert any(problem in line for line in warnings), said
+
+
+def test_a_command_that_hangs_is_ended(tmp_path, capsys):
+    command = ("checkpoint.on_save=sleep 1000", "checkpoint.on_save_timeout_seconds=1")
+    start(tmp_path, EVERY_4, PLAIN, *command)
+    said = capsys.readouterr().out
+    for step in (4, 8):
+        assert f"checkpoint.on_save of step {step} was ended after on_save_timeout" in said
+
+
+def test_commands_end_with_a_run_that_fails(tmp_path, capsys, monkeypatch):
+    """None is started any more; those that did not end are named, and their checkpoints are there."""
+    update = Engine.update
+
+    def fails_in_step_6(engine, norm):
+        if engine.schedule.last_epoch == 5:
+            raise RuntimeError("planted")
+        update(engine, norm)
+
+    monkeypatch.setattr(Engine, "update", fails_in_step_6)
+    started = time.monotonic()
+    options = (EVERY_2, "checkpoint.keep_latest_k=1", PLAIN, "checkpoint.on_save=sleep 1000")
+    run = start(tmp_path, *options, code=EXIT_BUG)
+    assert time.monotonic() - started < 500
+    said = capsys.readouterr().out
+    for step in (2, 4):
+        assert f"WARNING checkpoint.on_save of step {step} was ended, because the run ends" in said
+    assert run.checkpoints.steps() == [2, 4]
 
 
 def test_what_is_not_purged(tmp_path, finished):
