@@ -15,6 +15,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Partial, Replicate
 
 from harness.checkpoint import load
+from harness.config.parallelism import ParallelismConfig
 from harness.data.batch import IGNORE_INDEX, count_valid
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
@@ -413,6 +414,30 @@ def biases_of_every_rank():
 def rows_by_rank():
     """Rows that experts receive stay ordered by rank, and not by expert."""
     return patch.object(expert, "transposed", lambda x_SC, _lengths: x_SC)
+
+
+@contextmanager
+def rows_over_capacity_left_out():
+    """Messages have room for half of the rows, and nobody asks for more."""
+
+    def none_needed(_self, load_E, _rows):
+        return torch.zeros_like(load_E[:1])
+
+    def half(self, rows):
+        return rows // (2 * self.ep)
+
+    needed = patch.object(expert.FixedExchange, "capacity_needed", none_needed)
+    with needed, patch.object(ParallelismConfig, "room_of", half):
+        yield
+
+
+def empty_places_have_rows():
+    """Empty places of messages are copies of a row, in both directions, and get its gradient."""
+
+    def taken(x_RC, row_P):
+        return x_RC.index_select(0, row_P.clamp(max=len(x_RC) - 1))
+
+    return patch.object(expert, "_taken", taken)
 
 
 def router_gradients_too_large():

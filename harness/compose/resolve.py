@@ -268,7 +268,6 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
 # What a field must be in a step that a device repeats without the host, and why.
 CAPTURED: tuple[tuple[str, list[Any], str], ...] = (
     ("parallelism.pp", [1], "the host starts the passes of a pipeline"),
-    ("parallelism.ep", [1], "the host waits for the rows of experts on other ranks"),
     ("parallelism.cpu_offload", [False], "the host updates offloaded parameters"),
     ("parallelism.async_tp", [False], "GPUs signal each other by counts of steps"),
     ("parallelism.fsdp_buffers", ["default"], "NCCL registers buffers outside of graphs"),
@@ -292,6 +291,11 @@ def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
     rows = list(CAPTURED)
     if architecture_of(job.model).batches != "tokens":
         rows.append(("model.architecture", ["decoder"], "the host draws noise"))
+    if job.parallelism.ep_capacity is None:
+        why = (
+            "without parallelism.ep_capacity the host waits for the rows of experts on other ranks"
+        )
+        rows.append(("parallelism.ep", [1], why))
     if job.model.moe.enabled:
         why = "the host multiplies other experts one by one"
         rows.append(("precision.param_dtype", ["bfloat16"], why))

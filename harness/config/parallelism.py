@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import lcm, prod
+from math import ceil, lcm, prod
 
 from harness.config.fields import Switch, execution
 from harness.config.model import ModelConfig
@@ -32,6 +32,7 @@ TENSOR = Switch("parallelism.tp", "parallelism.tp=2", _several)
 SEQUENCE = Switch("parallelism.sequence_parallel")
 PIPELINE = Switch("parallelism.pp", "parallelism.pp=2", _several)
 pipeline_execution = functools.partial(execution, needs=PIPELINE)
+EXPERTS = Switch("parallelism.ep", "parallelism.ep=2", _several)
 CONTEXT = Switch("parallelism.cp", "parallelism.cp=2", _several)
 RING = Switch("parallelism.cp_method", on="ring")
 SHARDS = Switch(
@@ -60,6 +61,11 @@ class ParallelismConfig:
     expert_tensor_parallel: bool = execution(False, needs=TENSOR)
     """With tp: split every expert over the tensor-parallel ranks, like a dense feed-forward. Otherwise each
     of these ranks routes its part of the sequence to unsplit experts."""
+    ep_capacity: float | None = execution(None, least=1, id_omits_default=True, needs=EXPERTS)
+    """With ep: fixed number of rows that a rank sends to each rank of experts, as a multiple of an even share
+    of its rows (tokens of a microbatch x top_k / ep). 1.25: room for a quarter more than an even share. The
+    host then never waits for their number. A step with more rows ends the run, and its update is not
+    applied; no row is dropped. null: as many rows as there are."""
     cp_method: str = execution("ring", choices=CP_METHODS, needs=CONTEXT)
     """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
     for heads, arXiv:2309.14509)."""
@@ -161,6 +167,16 @@ class ParallelismConfig:
         """Ranks of a stage's replica that experts are distributed over; ranks that split one count once."""
         return self.parameter_shards * (1 if self.splits_experts else self.tp)
 
+    def share_computed(self, rows: int) -> float:
+        """Rows that a rank's experts compute if loads are even, empty places included, as a multiple of those
+        (``rows``) that it routes."""
+        return 1.0 if self.ep_capacity is None else self.ep * self.room_of(rows) / rows
+
+    def room_of(self, rows: int) -> int:
+        """Rows that a message to one rank has room for with ``ep_capacity``, if a rank routes ``rows``."""
+        assert self.ep_capacity is not None
+        return ceil(self.ep_capacity * rows / self.ep)
+
     @property
     def expert_shards(self) -> int:
         """Ranks that hold the same experts; FSDP shards their parameters."""
@@ -178,6 +194,11 @@ class ParallelismConfig:
     def has_expert_mesh(self) -> bool:
         """Whether experts, if any, are distributed differently from the other parameters."""
         return self.ep > 1 or (self.tp > 1 and not self.splits_experts)
+
+    @property
+    def compiles_in_pieces(self) -> bool:
+        """Whether the host works in the middle of blocks with experts, which then cannot be one graph."""
+        return self.has_expert_mesh and self.ep_capacity is None
 
     @property
     def balances_context(self) -> bool:
@@ -274,6 +295,12 @@ class ParallelismConfig:
         if experts % self.ep or ranks % self.ep:
             rule = f"must divide model.moe.num_experts={experts} and {product} = {ranks}"
             raise ConfigError("parallelism.ep", self.ep, rule, divisors(experts, ranks))
+        if self.ep_capacity is not None and self.ep_capacity > self.ep:
+            rule = (
+                f"exceeds parallelism.ep={self.ep}, with which every message has room for all rows"
+            )
+            works = f"1 to {self.ep}, or null"
+            raise ConfigError("parallelism.ep_capacity", self.ep_capacity, rule, works)
         if not self._shards_experts(model, self.ep):
             fitting = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
             rule = (

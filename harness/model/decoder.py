@@ -152,6 +152,7 @@ class Decoder(ModelPart):
         self.seq_len = seq_len
         self._share: Tensor | None = None
         self.loads: dict[int, Tensor] = {}
+        self.needed: dict[int, Tensor] = {}
         self.tok_embeddings = (
             nn.Embedding(config.vocab_size, config.dim) if has("tok_embeddings") else None
         )
@@ -205,6 +206,11 @@ class Decoder(ModelPart):
     def take_loads(self) -> dict[int, Tensor]:
         taken = self.loads
         self.loads = {}
+        return taken
+
+    def take_needed(self) -> dict[int, Tensor]:
+        taken = self.needed
+        self.needed = {}
         return taken
 
     def tie_embeddings(self) -> None:
@@ -328,7 +334,15 @@ class Decoder(ModelPart):
 
     def _count(self, layer: int, load_E: Tensor | None) -> None:
         """Add to a block's loads. Outside of the block, so that recomputation does not count twice."""
-        if load_E is None or not torch.is_grad_enabled():
+        if load_E is None:
             return
+        experts = self.config.moe.num_experts
+        if len(load_E) > experts:
+            needed = load_E[experts]
+            earlier = self.needed.get(layer)
+            self.needed[layer] = needed if earlier is None else torch.maximum(earlier, needed)
+        if not torch.is_grad_enabled():
+            return
+        load_E = load_E[:experts]
         before = self.loads.get(layer)
         self.loads[layer] = load_E if before is None else before + load_E

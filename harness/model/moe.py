@@ -273,6 +273,8 @@ class MoE(nn.Module):
     Attributes:
         exchange: function that applies experts, given last, to rows that are on other ranks; its
             other arguments are those of the experts. None: this rank has all experts.
+        capacity_needed: function of a pass's loads and number of rows: the capacity that the exchange needed,
+            if it has too little; it is returned after the loads. None: the exchange takes all rows.
         reduce_output: function that sums the experts' outputs over the ranks that split each
             expert; None: experts are not split.
     """
@@ -291,6 +293,7 @@ class MoE(nn.Module):
             else None
         )
         self.exchange: Callable[[Tensor, Tensor, Experts], Tensor] | None = None
+        self.capacity_needed: Callable[[Tensor, int], Tensor] | None = None
         self.reduce_output: Callable[[Tensor], Tensor] | None = None
         self.register_buffer(
             "balance_bias", torch.zeros(of.num_experts) if of.balance_coeff else None
@@ -311,7 +314,8 @@ class MoE(nn.Module):
             tokens_BT: false where a position is padding, which is not routed; None: all are tokens.
 
         Returns:
-            The update [B, T, C], and the number of tokens per expert, int64 [E].
+            The update [B, T, C], and the number of tokens per expert, int64 [E], or [E + 1] with
+            ``capacity_needed``.
         """
         weights_NK, experts_NK = self.router(x_BTC, self.balance_bias, tokens_BT)
         load_E, order_R, place_R, x_RC = self.arrange(experts_NK, x_BTC.flatten(0, 1))
@@ -331,6 +335,8 @@ class MoE(nn.Module):
             out_BTC = self.reduce_output(out_BTC)
         if self.shared_experts is not None:
             out_BTC = out_BTC + self.shared_experts(x_BTC)
+        if self.capacity_needed is not None:
+            load_E = torch.cat((load_E, self.capacity_needed(load_E, len(x_RC))))
         return out_BTC, load_E
 
     def arrange(self, experts_NK: Tensor, x_NC: Tensor) -> tuple[Tensor, ...]:

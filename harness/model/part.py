@@ -70,6 +70,10 @@ class ModelPart(nn.Module, ABC):
         """Return the tokens per expert by layer, counted in passes with gradients since the last call."""
         return {}
 
+    def take_needed(self) -> dict[int, Tensor]:
+        """Return the largest ``MoE.capacity_needed`` by layer, of all passes since the last call."""
+        return {}
+
     @abstractmethod
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
         """Set the length of the sequences, and the positions that this part computes, in order; None: all."""

@@ -108,7 +108,8 @@ def wraps_compiled_blocks(
     among the tensors to save and fails: "expected all tensors_saved_with_vc_check to be Tensors"
     (runtime_wrappers.py).
     """
-    return compiler.blocks and layout.tp > 1 and config.mode in ("full", "selective_layer")
+    has_meshes = layout.tp > 1 or layout.ep_capacity is not None
+    return compiler.blocks and has_meshes and config.mode in ("full", "selective_layer")
 
 
 def _checkpointed(

@@ -97,6 +97,19 @@ class Balance:
                     update_E = self.job.model.moe.balance_coeff * direction_E
                     moe.balance_bias += is_finite * (update_E - update_E.mean())
 
+    def take_needed(self) -> Tensor:
+        """Of each layer, ``MoE.capacity_needed`` of this rank's passes since the last call, int64 [M].
+
+        Without ``parallelism.ep_capacity`` the result is empty.
+        """
+        needed: dict[int, Tensor] = {}
+        for part in self.parts:
+            needed |= part.take_needed()
+        if self.job.parallelism.ep_capacity is None:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        none = torch.zeros((), dtype=torch.int64, device=self.device)
+        return torch.stack([needed.get(layer, none) for layer in self.rows])
+
     def metrics(self, load_ME: Tensor, tokens: int) -> dict[str, float]:
         """Return ``LOADS`` of a step of so many tokens, from its ``load_ME`` in host memory."""
         moe = self.job.model.moe

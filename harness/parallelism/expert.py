@@ -2,7 +2,8 @@
 
 Each rank routes its own tokens. One all-to-all sends rows to the ranks with their experts, and
 another returns the outputs (GShard, arXiv:2006.16668, section 3.2). No tokens are dropped, so
-message sizes vary. With tensor parallelism, either every rank of it routes its part of the
+message sizes vary; with ``ep_capacity`` they are fixed, and a step that needs larger ones is refused.
+With tensor parallelism, either every rank of it routes its part of the
 sequence, or each routes the full sequence and has a part of every expert
 (``expert_tensor_parallel``).
 """
@@ -10,11 +11,13 @@ sequence, or each routes the full sequence and has a part of every expert
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import (
     all_reduce,
     all_to_all_single,
@@ -26,14 +29,18 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from harness.config.parallelism import ParallelismConfig
 from harness.model.architecture import architecture_of
 from harness.model.grouped import on_host
-from harness.model.moe import Experts
+from harness.model.moe import Experts, inverse_of, permute
 from harness.model.part import ModelPart
 from harness.model.spec import TensorSpec, tensors
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 from harness.parallelism.tensor_styles import SEQUENCE_DIM, into_stream, place
 
-# R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
+# R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts, G: ranks that
+# have different experts, P: places for rows in messages
+
+THOUSANDTHS = 1000
+"""Unit of ``capacity_needed``."""
 
 
 def apply_expert_parallel(
@@ -60,7 +67,12 @@ def apply_expert_parallel(
             moe.reduce_output = partial(into_stream, mesh=mesh.axis("tp"), stream=stream)
         if layout.ep > 1:
             assert mesh.experts is not None
-            moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))
+            group = mesh.experts.get_group(EXPERT)
+            if layout.ep_capacity is None:
+                moe.exchange = ExpertExchange(group)
+            else:
+                moe.exchange = FixedExchange(group, layout)
+                moe.capacity_needed = moe.exchange.capacity_needed
         groups = [mesh.group("cp")] if layout.cp > 1 else []
         if layout.tp > 1 and not layout.splits_experts:
             groups.append(mesh.group("tp"))
@@ -150,3 +162,112 @@ def transposed(x_SC: Tensor, lengths: Sequence[Sequence[int]]) -> Tensor:
     columns = len(lengths[0])
     groups = x_SC.split([length for row in lengths for length in row])
     return torch.cat([group for column in range(columns) for group in groups[column::columns]])
+
+
+class FixedExchange(nn.Module):
+    """Like ``ExpertExchange``, with messages of a fixed size: the host needs no lengths, so it never waits.
+
+    A message has room for ``ParallelismConfig.room_of`` rows: those for the receiver's experts, in
+    order, then zeros. Rows without room are left out; ``capacity_needed`` says so, and
+    ``Engine`` refuses the step.
+
+    Args:
+        group: its r-th rank has the r-th part of the experts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, layout: ParallelismConfig) -> None:
+        super().__init__()
+        self.group = group
+        self.ranks = group.size()
+        self.layout = layout
+
+    def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
+        room = self.layout.room_of(len(x_RC))
+        got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
+        place_R, row_P = places_in_messages(load_E.view(self.ranks, -1).sum(1), len(x_RC), room)
+        x_PC = moved(x_RC, row_P, place_R)
+        x_PC = all_to_all_single_autograd(x_PC, None, None, self.group)
+        # Rows arrive by rank, then by expert.
+        place_S, lengths_E = places_by_expert(got, room)
+        order_S = inverse_of(place_S)
+        out_SC = experts(permute(x_PC, order_S, place_S), lengths_E)
+        out_PC = permute(out_SC, place_S, order_S)
+        out_PC = all_to_all_single_autograd(out_PC, None, None, self.group)
+        return moved(out_PC, place_R, row_P)
+
+    def capacity_needed(self, load_E: Tensor, rows: int) -> Tensor:
+        """The capacity with which all of this rank's rows have room, in thousandths [1]; 0 if they have."""
+        most = load_E.view(self.ranks, -1).sum(1).amax(0, keepdim=True)
+        needed = (most * (self.ranks * THOUSANDTHS) + rows - 1) // rows
+        return needed.masked_fill(most <= self.layout.room_of(rows), 0)
+
+
+def places_in_messages(length_G: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor]:
+    """Where rows are in messages of ``room`` places, and which row is in a place.
+
+    Args:
+        length_G: number of rows for each rank; rows are in this order, and the rest is padding.
+
+    Returns:
+        The place of each row [R], the number of places for a row that has none; the row in each
+        place [P], ``rows`` for a place that is empty.
+    """
+    end_G = length_G.cumsum(0)
+    start_G = end_G - length_G
+    row_R = torch.arange(rows, device=end_G.device)
+    at_R = torch.searchsorted(end_G, row_R, right=True)
+    inside_R = row_R - F.pad(start_G, (0, 1), value=-room)[at_R]
+    place_R = torch.where(inside_R < room, at_R * room + inside_R, len(end_G) * room)
+    inside_P = torch.arange(room, device=end_G.device)
+    row_GP = start_G.unsqueeze(1) + inside_P
+    return place_R, torch.where(row_GP < end_G.unsqueeze(1), row_GP, rows).flatten()
+
+
+def places_by_expert(got_GE: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """Where rows of messages are when they are sorted by expert, empty places last.
+
+    Args:
+        got_GE: number of rows from each rank for each of this rank's experts; those that a message had no
+            room for are the last ones.
+
+    Returns:
+        The new place of each place [P], a permutation; the number of rows for each expert [E].
+    """
+    # The empty places of a message are those of one more expert.
+    end_GE = F.pad(got_GE.cumsum(1).clamp(max=room), (0, 1), value=room)
+    length_GE = torch.diff(end_GE, prepend=end_GE.new_zeros(len(end_GE), 1))
+    sorted_end_EG = length_GE.T.flatten().cumsum(0).view(length_GE.T.shape)
+    shift_GE = sorted_end_EG.T - end_GE
+    inside_GP = torch.arange(room, device=end_GE.device).repeat(len(end_GE), 1)
+    expert_GP = torch.searchsorted(end_GE, inside_GP, right=True)
+    place_GP = inside_GP + shift_GE.gather(1, expert_GP)
+    return place_GP.flatten(), length_GE[:, :-1].sum(0)
+
+
+class _Move(torch.autograd.Function):
+    """Copy rows to other places; empty places are zeros, and rows without a place get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RC: Tensor, row_P: Tensor, place_R: Tensor) -> Tensor:
+        ctx.save_for_backward(place_R)
+        return _taken(x_RC, row_P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return _taken(grad_PC, place_R), None, None
+
+
+def _taken(x_RC: Tensor, row_P: Tensor) -> Tensor:
+    is_empty_P = row_P == len(x_RC)
+    x_PC = x_RC.index_select(0, row_P.clamp(max=len(x_RC) - 1))
+    return x_PC.masked_fill_(is_empty_P.unsqueeze(1), 0)
+
+
+def moved(x_RC: Tensor, row_P: Tensor, place_R: Tensor) -> Tensor:
+    """Rows in their places: ``row_P`` is the row of each place, and ``place_R`` the place of each row.
+
+    A number one too large stands for none.
+    """
+    return _Move.apply(x_RC, row_P, place_R)  # type: ignore[no-any-return]

@@ -97,6 +97,9 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
                 module.set_allocate_memory_from_process_group_for_comm(True)
             elif on.size(-1) > 1 and layout.fsdp_buffers == "symmetric":
                 module.set_symm_mem_for_comm()
+    if layout.ep_capacity is not None and job.compile.blocks:
+        for layer, moe in part.mixtures.items():
+            _gather_with(part.blocks[layer], moe.experts)
     ahead = layout.fsdp_prefetch
     made = (*part.entries, *part.blocks.values(), part.output)
     order: list[Any] = [module for module in made if isinstance(module, FSDPModule)]
@@ -112,6 +115,19 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
             module.set_modules_to_backward_prefetch(
                 [*chain(*reversed(inside[max(0, i - ahead) : i]))]
             )
+
+
+def _gather_with(block: nn.Module, experts: Any) -> None:
+    """Gather experts' parameters before their block, and reduce their gradients after it.
+
+    Otherwise FSDP's hooks would be inside of the block, which then could not be one graph.
+    """
+    state = experts._get_fsdp_state()
+    # Private, read in torch 2.13.
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    block.register_forward_hook(state._post_forward, prepend=True)
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:

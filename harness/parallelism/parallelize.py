@@ -93,7 +93,7 @@ def build_on_meta(
             part,
             job.activation_checkpoint,
             splits_backward=layout.splits_backward,
-            in_pieces=job.compile.blocks and layout.has_expert_mesh,
+            in_pieces=job.compile.blocks and layout.compiles_in_pieces,
         )
         outside = wraps_compiled_blocks(job.activation_checkpoint, job.compile, layout)
         if not outside:

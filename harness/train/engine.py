@@ -21,6 +21,7 @@ from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
 from harness.parallelism.execute import Executor, computes_loss, set_length
+from harness.parallelism.expert import THOUSANDTHS
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
@@ -28,7 +29,7 @@ from harness.precision.swap import precompute_scales
 from harness.train.objective import objective_of
 from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
 from harness.util.annotation import SUMS, annotated
-from harness.util.errors import LostGradientError
+from harness.util.errors import CapacityError, LostGradientError
 
 
 class Engine:
@@ -135,12 +136,13 @@ class Engine:
         # The loss of a batch without valid tokens is 0, not 0/0.
         denominator = max(1.0, valid_tokens)
         batch = place(batch, self.device)
-        sums, loss, squares = self._passes(denominator, max(1.0, rows), batch)
+        sums, loss, squares, needed = self._passes(denominator, max(1.0, rows), batch)
         reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
             loss,
             squares,
+            needed,
             tokens=int(all_tokens),
             valid_tokens=int(valid_tokens),
             source_tokens=list(map(int, source_tokens)),
@@ -151,7 +153,7 @@ class Engine:
 
     def _passes(
         self, denominator: float | Tensor, rows: float | Tensor, batch: AnyBatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Run the passes of a batch on the device; return the first arguments of a ``StepOutcome``.
 
         Args:
@@ -184,13 +186,15 @@ class Engine:
         with annotated("gradient_norm"):
             squares = self._squares()
             own = all_losses if self.has_loss else [0.0] * len(all_losses)
-            sums = self.world_total([squares.sum(), *own])
+            needed = self.balance.take_needed()
+            all_needed = [needed.sum()] if len(needed) else []
+            sums = self.world_total([squares.sum(), *own, *all_needed])
         loss = losses[0]
         if self.job.parallelism.cp > 1 and self.has_loss:
             loss = loss.double()
             with annotated("cp.all_reduce"):
                 dist.all_reduce(loss, group=self.mesh.group("cp"))
-        return sums, loss, squares
+        return sums, loss, squares, needed
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         specs = tensors(self.job.model)
@@ -284,6 +288,7 @@ class Engine:
             losses = [0.0] * len(losses)
         if not self.counts_tokens:
             tokens = [0] * len(tokens)
+        self.require_room(self.balance.take_needed(), "a validation")
         total = self.world_sum([*losses, *tokens])
         sums = zip(total[: len(tokens)], total[len(tokens) :], strict=True)
         return [LossSum(*pair) for pair in sums]
@@ -296,6 +301,27 @@ class Engine:
         for part in self.parts:
             reshard(part)
         return scores
+
+    def require_room(self, needed: Tensor, where: str) -> None:
+        """Raise on all ranks if rows of experts had no room in messages of ``parallelism.ep_capacity``.
+
+        Args:
+            needed: ``Balance.take_needed`` of this rank's passes.
+            where: what computed them, and will be without effect.
+        """
+        if not len(needed):
+            return
+        most = self.world_max(needed.tolist())
+        largest = max(most)
+        if not largest:
+            return
+        layer = list(self.balance.rows)[most.index(largest)]
+        value = largest / THOUSANDTHS
+        rule = f"{where} needs {value:g}, in layer {layer}; no update was applied that lacks rows"
+        works = f"at least {value:g}, or null"
+        raise CapacityError(
+            "parallelism.ep_capacity", self.job.parallelism.ep_capacity, rule, works
+        )
 
     def world_sum(
         self, values: Sequence[Tensor | float], device: torch.device | None = None

@@ -107,10 +107,10 @@ class GraphedEngine(Engine):
 
     def _passes(
         self, denominator: float | Tensor, rows: float | Tensor, batch: AnyBatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert isinstance(batch, Batch)
-        sums, loss, squares = self.graphed_passes(denominator, rows, *batch)
-        return sums, loss, squares
+        sums, loss, squares, needed = self.graphed_passes(denominator, rows, *batch)
+        return sums, loss, squares, needed
 
     def _captured_passes(
         self, denominator: Tensor, rows: Tensor, *batch: Any

@@ -45,7 +45,11 @@ class NonFinitePolicy:
 
         Raises:
             NonFiniteError: the policy is to stop, or too many updates in a row were skipped.
+            CapacityError: rows of experts had no room. The policy is not asked: skipped updates
+                would be another result.
         """
+        if not step.outcome.has_room:
+            self._engine.require_room(step.outcome.needed, f"step {step.number}")
         if step.outcome.is_finite:
             self._in_a_row = 0
             return None

@@ -41,6 +41,8 @@ class StepOutcome:
             multi-token prediction if the model has it, and of a mixture each source's share of the
             loss.
         squares: this rank's share of each gradient's squared norm.
+        needed: ``Balance.take_needed``; its sum over the world is the last one of ``sums``, if it is not
+            empty.
         tokens: tokens of the global batch, without padding.
         valid_tokens: those that the loss counts.
         source_tokens: the same for each source of a mixture.
@@ -55,6 +57,7 @@ class StepOutcome:
         sums: Tensor,
         loss: Tensor,
         squares: Tensor,
+        needed: Tensor,
         *,
         tokens: int,
         valid_tokens: int,
@@ -70,11 +73,16 @@ class StepOutcome:
         self.source_tokens = source_tokens
         self.squares = squares
         self._local_weight = local_weight
+        self.needed = needed
         square_sum, *loss_sums = sums.unbind()
-        # The one number that decides about the update: it is not finite if a loss is not finite.
+        all_needed = [loss_sums.pop()] if len(needed) else []
+        # The one number that decides about the update: it is not finite if a loss is not finite, or
+        # if rows of experts had no room.
         self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
-        values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
-        self._num_values = len(values)
+        for each in all_needed:
+            self.norm = self.norm.where(each == 0, torch.nan)
+        values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums, *all_needed])
+        self._num_values = len(values) - len(all_needed)
         self._values = HostCopy(values)
 
     @property
@@ -112,6 +120,11 @@ class StepOutcome:
         return all(
             abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0)
         )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all rows of experts had room; the same on every rank."""
+        return not len(self.needed) or self._value(self._num_values) == 0
 
     def _value(self, index: int) -> float:
         return float(self._values.read()[index])

@@ -39,7 +39,7 @@ from harness.train.rows import Progress, Row, metrics_of_rows, result_row, sourc
 from harness.train.setup import device_name, device_peak, set_timeouts
 from harness.train.step import LATE_STEPS, HostCopy, Noted, Step
 from harness.util.annotation import annotated
-from harness.util.errors import NonFiniteError, UserError
+from harness.util.errors import CapacityError, NonFiniteError, UserError
 from harness.weights import huggingface
 
 
@@ -136,7 +136,7 @@ class Trainer:
         with garbage_collection(self.job.training.gc_interval) as collect:
             try:
                 return self._loop(request, collect)
-            except NonFiniteError:
+            except (NonFiniteError, CapacityError):
                 # All ranks raise this error, so the checkpoint in flight can still be finished.
                 try:
                     self.saver.close()

@@ -91,6 +91,10 @@ def missing_package(error: BaseException) -> UserError | None:
     )
 
 
+class CapacityError(ConfigError):
+    """A pass has more rows for a rank of experts than ``parallelism.ep_capacity`` has room for."""
+
+
 class MissingPackageError(ConfigError):
     """No installed package adds the name that a job uses, or the file that has it is not as it was."""
 

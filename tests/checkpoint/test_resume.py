@@ -2,8 +2,11 @@
 
 import json
 import signal
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from local_runs import Run, start
 from processes import python
 from resumable_runs import SMALL, train
@@ -11,7 +14,11 @@ from resumable_runs import SMALL, train
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.training import Sizes
+from harness.model.moe import Router
 from harness.run.folder import RunFolder
+from harness.train.engine import Engine
+from harness.train.step import LATE_STEPS
+from harness.util.errors import CapacityError
 
 STEPS, STOP = 6, 3
 TOLERANCE = 1e-5
@@ -232,3 +239,72 @@ def test_streams_go_on_where_they_were(pool, tmp_path):
         for step, loss in outcome.losses.items():
             assert loss == pytest.approx(whole.losses[step], rel=TOLERANCE)
     assert sorted(second[0].losses) == [4, 5, 6]
+
+
+UNEVEN = 4
+"""The step in which one rank chooses the other's experts for all its tokens."""
+
+
+def train_unevenly(job_json, run_dir, late):
+    """``train``, with values read as on a GPU if ``late``; return the error of a step without room."""
+    score, passes, update = Router.score, Engine.gradients, Engine.update
+    updated = []
+    running = 0
+
+    def uneven(router, *inputs):
+        scores_NE, choice_NE = score(router, *inputs)
+        if running == UNEVEN and dist.get_rank() == 1:
+            choice_NE = choice_NE + torch.arange(choice_NE.shape[1], 0, -1)
+        return scores_NE, choice_NE
+
+    def gradients(engine, *inputs, **options):
+        nonlocal running
+        running = engine.schedule.last_epoch + 1
+        return passes(engine, *inputs, **options)
+
+    def noted_update(engine, norm):
+        weight = engine.parameters[0]
+        before = weight.to_local().clone()
+        update(engine, norm)
+        updated.append(not torch.equal(weight.to_local(), before))
+
+    patched = (
+        mock.patch.object(Router, "score", uneven),
+        mock.patch.object(Engine, "gradients", gradients),
+        mock.patch.object(Engine, "update", noted_update),
+        mock.patch.dict(LATE_STEPS, cpu=int(late)),
+    )
+    with patched[0], patched[1], patched[2], patched[3]:
+        try:
+            return train(job_json, run_dir)
+        except CapacityError as error:
+            return str(error), updated
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_without_room_end_the_run_before_anything_is_saved(pool, tmp_path, late):
+    """Every rank refuses the step of one rank's rows; with room for them the run goes on."""
+    model = ("model=qwen3_moe_debug", "parallelism=fsdp_ep", "model.n_layers=2")
+
+    def outcomes(name, *overrides, late=False):
+        folder = tmp_path / name
+        folder.mkdir()
+        options = (*model, "debug.non_finite=skip", *overrides)
+        job = job_of(folder, *options)
+        return pool.run(job.world_size, train_unevenly, job.to_json(), str(folder), late)
+
+    whole = outcomes("whole", "checkpoint=disabled")
+    shared = (f"checkpoint.folder={tmp_path / 'shared'}", "checkpoint.interval=3")
+    refused = outcomes("refused", *shared, "parallelism.ep_capacity=1.7", late=late)
+    message = (
+        "parallelism.ep_capacity=1.7: step 4 needs 2, in layer 0; no update was applied that lacks "
+        "rows; would work: at least 2, or null"
+    )
+    applied = [True, True, True, False] + [True] * late
+    assert refused == [(message, applied)] * len(whole)
+    assert [path.name for path in (tmp_path / "shared").glob("step-*")] == ["step-3"]
+    resumed = outcomes("resumed", *shared, "parallelism.ep_capacity=2")
+    for straight, outcome in zip(whole, resumed, strict=True):
+        assert str(outcome.resumed_from).endswith("step-3")
+        after = {step: straight.losses[step] for step in range(4, STEPS + 1)}
+        assert outcome.losses == pytest.approx(after, rel=TOLERANCE)

@@ -4,6 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from jobs import batches_of
 from layouts import layout, reference, require_parity
 from waits import ON_HOST, waits
@@ -15,7 +17,10 @@ from harness.data.batch import Batch
 from harness.model.decoder import Decoder
 from harness.model.kernels import SdpaKernel
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
+from harness.parallelism.expert import moved, places_by_expert, places_in_messages
 from harness.tools.parity.parity import single_process
+from harness.train.engine import Engine
+from harness.util.errors import CapacityError
 
 DEEPSEEK = "model=deepseek_v3_debug"
 
@@ -112,3 +117,62 @@ def test_experts_in_float32_wait_once_per_layer(mode):
     with waits() as found:
         part(tokens).sum().backward()
     assert found == [ON_HOST] * len(job.model.expert_layers)
+
+
+@pytest.mark.parametrize("room", [1, 5, 9, 24])
+@pytest.mark.parametrize("tokens", [0, 1, 17, 24])
+def test_messages_have_rows_in_order_then_zeros(room, tokens):
+    """Rows of 3 ranks with 4 experts each; the rest of 24 are padding, which takes no place."""
+    experts_R = torch.randint(0, 12, (tokens,)).sort().values
+    length_G = torch.bincount(experts_R // 4, minlength=3)
+    x_RC = torch.arange(1.0, 25).unsqueeze(1).requires_grad_()
+    place_R, row_P = places_in_messages(length_G, 24, room)
+    messages = moved(x_RC, row_P, place_R)
+    expected = torch.zeros(3, room)
+    for message, rows in zip(expected, x_RC[:tokens, 0].split(length_G.tolist()), strict=True):
+        message[: len(rows)] = rows[:room].detach()
+    assert torch.equal(messages.view(3, room), expected)
+    back = moved(messages, place_R, row_P)
+    sent = torch.isin(x_RC, expected) & (x_RC <= tokens)
+    assert torch.equal(back, x_RC * sent)
+    # A place that is empty gives no gradient, and a row without a place gets none.
+    messages.backward(torch.full_like(messages, 2))
+    assert torch.equal(x_RC.grad, 2.0 * sent)
+
+
+@pytest.mark.parametrize("room", [3, 8, 20])
+def test_rows_of_messages_are_sorted_by_expert_and_empty_places_last(room):
+    got_GE = torch.randint(0, 6, (3, 4))
+    place_P, length_E = places_by_expert(got_GE, room)
+    numbers = [
+        torch.arange(5).repeat_interleave(F.pad(row, (0, 1), value=room))[:room] for row in got_GE
+    ]
+    experts_P = torch.cat(numbers)
+    assert torch.equal(place_P.argsort(), experts_P.sort(stable=True).indices)
+    assert torch.equal(length_E, torch.bincount(experts_P, minlength=5)[:4])
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp_ep_capacity_recompute_full", "fsdp_ep_pp_zbv_capacity", "ep_capacity_accumulate"]
+)
+def test_with_a_capacity_the_host_reads_no_lengths(pool, name):
+    job = layout(name, DEEPSEEK)
+    assert [reads for _, reads in pool.run(job.world_size, stepped, job.to_json())] == [
+        0
+    ] * job.world_size
+
+
+def validated(job_json):
+    """The error of a validation on experts that get all rows of one rank."""
+    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    tokens = torch.full((len(engine.rows), engine.length), dist.get_rank())
+    with pytest.raises(CapacityError) as refused:
+        engine.evaluate(Batch(tokens, tokens))
+    return str(refused.value)
+
+
+def test_a_validation_without_room_is_refused(pool):
+    """Equal tokens have equal experts."""
+    job = layout("ep_capacity", "model=qwen3_moe_debug")
+    said = set(pool.run(job.world_size, validated, job.to_json()))
+    assert len(said) == 1 and "=1.3: a validation needs " in said.pop()

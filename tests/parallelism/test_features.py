@@ -19,10 +19,14 @@ from harness.tools.parity import parity
 # memory, and stages. A rank's part of 60 positions is not a multiple of the 8 experts.
 TABLE = yaml.safe_load("""
 deepseek_v3: [V3, [ep_accumulate, tp_experts_plain, fsdp_cp_ep, fsdp_ep_compiled_recompute_op]]
+capacity: [V3, [ep_capacity_accumulate, fsdp_tp_ep_capacity, fsdp_ep_pp_zbv_capacity]]
+capacity_recomputed: [V3, [fsdp_ep_capacity_recompute_op]]
+capacity_compiled: [V3, [fsdp_ep_capacity_compiled_recompute_op, fsdp_tp_ep_capacity_compiled_recompute_full]]
+capacity_in_context: [QWEN, [fsdp_cp_ep_capacity]]
 deepseek_v2: [model=deepseek_v2_debug, [fsdp_tp_ep]]
 qwen3: [QWEN, [cp_ep]]
-gpt_oss: [model=gpt_oss_debug, [tp_experts, fsdp_tp_ep_experts]]
-llama4: [model=llama4_debug, [fsdp_tp_ep]]
+gpt_oss: [model=gpt_oss_debug, [tp_experts, fsdp_tp_ep_experts, fsdp_tp_ep_experts_capacity]]
+llama4: [model=llama4_debug, [fsdp_tp_ep, ep4_capacity]]
 forced_balance: [QWEN model.moe.force_balance=true training.seq_len=60, [cp]]
 mup: ["model.mup.base_dim=16 model.mup.base_widths={head_dim:4}", [cp, tp_plain_chunked_loss]]
 mup_experts: [V3 model.mup.base_dim=16, [fsdp_tp_ep]]

@@ -126,10 +126,10 @@ def test_a_number_that_is_not_finite_on_one_rank_is_seen_by_all(pool, layout):
 @pytest.mark.parametrize("sums", [(float("inf"), 1.0), (4.0, float("inf")), (float("nan"), 1.0)])
 def test_a_sum_that_is_not_finite_makes_the_step_so(sums):
     counts = {"tokens": 8, "valid_tokens": 8, "source_tokens": [], "local_weight": None}
-    loss, squares = torch.tensor(1.0), torch.zeros(1)
+    tensors = torch.tensor(1.0), torch.zeros(1), torch.zeros(0)
     for of_step, is_finite in (((4.0, 1.0), True), (sums, False)):
         values = torch.tensor(of_step, dtype=torch.float64)
-        outcome = StepOutcome(values, loss, squares, stop_requested=False, **counts)
+        outcome = StepOutcome(values, *tensors, stop_requested=False, **counts)
         assert outcome.is_finite is is_finite
 
 

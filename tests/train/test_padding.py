@@ -91,7 +91,17 @@ def chat(file):
 
 @pytest.mark.parametrize(
     "name",
-    ["ep", "tp_ep", "fsdp_tp_ep_experts", "cp_ep", "fsdp_ep_pp", "fsdp_ep_compiled_recompute_op"],
+    [
+        *(
+            "ep",
+            "tp_ep",
+            "fsdp_tp_ep_experts",
+            "cp_ep",
+            "fsdp_ep_pp",
+            "fsdp_ep_compiled_recompute_op",
+        ),
+        *("ep_capacity", "fsdp_tp_ep_capacity"),
+    ],
 )
 def test_layouts_agree_on_conversations(pool, conversations, name):
     """Ranks have different numbers of tokens, of rows and of parts of a sequence."""

@@ -40,6 +40,7 @@ from harness.weights.tokenizer import gives_same_ids
 FIXED: dict[str, tuple[Any, str]] = {
     "precision.linear": ("none", "float8 products need many rows; a pass has few"),
     "compile.cuda_graphs": (False, "captures a step of training"),
+    "parallelism.ep_capacity": (None, "refuses a step of training"),
     "model.moe.force_balance": (False, "is for measurements of training"),
     "cluster.kind": ("local", "starts no SLURM job; use torchrun inside of an allocation"),
 }

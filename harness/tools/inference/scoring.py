@@ -135,6 +135,8 @@ class EvaluationInLoop(observer.Periodic):
         self.scorer = Scorer(run.engine)
 
     def act(self, step: int) -> observer.Row:
+        engine = self.run.engine
         scores = self.scorer.score(self.documents.rows)
+        engine.require_room(engine.balance.take_needed(), "the evaluation")
         row = self.run.progress.evaluation = columns(DATA, self.documents.metrics(scores))
         return row

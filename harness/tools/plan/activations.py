@@ -32,11 +32,13 @@ class ActivationSplit(StrEnum):
     """Heads or hidden features: split."""
     ROUTED = "routed"
     """Tokens that a rank routes, or their rows: split unless experts are."""
+    RECEIVED = "received"
+    """The same as they reach experts: with ``ep_capacity`` more, since empty places count."""
     ROUTED_INNER = "routed inner"
-    """Hidden features of experts: split either way, by rows or by features."""
+    """Hidden features of experts, of as many rows: split either way, by rows or by features."""
 
 
-STREAM, WHOLE, PARTIAL, INNER, ROUTED, ROUTED_INNER = ActivationSplit
+STREAM, WHOLE, PARTIAL, INNER, ROUTED, RECEIVED, ROUTED_INNER = ActivationSplit
 
 
 class SavedBy(StrEnum):
@@ -268,7 +270,7 @@ def _mixture(config: ModelConfig) -> PartActivations:
         routed("moe.chosen", top_k, dtype="int64"),
         routed("moe.weights", 2 * top_k, dtype="float32"),
         routed("moe.places", 2 * top_k, dtype="int64"),
-        routed("moe.rows", rows),
+        SavedTensor("moe.rows", rows, RECEIVED),
         routed("moe.scaled rows", rows) if of.score_before_experts else outputs,
     ]
     if of.normalize_scores:
@@ -294,6 +296,9 @@ def _mixture(config: ModelConfig) -> PartActivations:
             routed("moe.top scores", top_k, dtype="float32"),
             routed("moe.top experts, order", 2 * top_k, dtype="int64"),
         ),
-        forward=(routed("moe.rows", rows), inner("moe.gate, up, silu, product", 4 * hidden)),
-        backward=(inner("moe.grads", 2 * hidden), routed("moe.grads of rows", rows)),
+        forward=(
+            SavedTensor("moe.rows", rows, RECEIVED),
+            inner("moe.gate, up, silu, product", 4 * hidden),
+        ),
+        backward=(inner("moe.grads", 2 * hidden), SavedTensor("moe.grads of rows", rows, RECEIVED)),
     )

@@ -153,6 +153,9 @@ class Worker:
         """Those that it sends to experts."""
         per_rank = moe.num_experts // layout.ep
         self.busiest = 1.0 if moe.force_balance else machine.busiest(layout.ep, per_rank)
+        """Rows that its experts compute, as a multiple of their mean."""
+        if layout.ep_capacity is not None:
+            self.busiest = layout.share_computed(self.sorted_rows * moe.top_k)
         self.expert_rows = round(self.sorted_rows * self.busiest)
         """Tokens of the busiest rank's experts, for which the others wait."""
         self.expert_tp = layout.tp if layout.splits_experts else 1
@@ -348,7 +351,9 @@ class Worker:
         if operations.expert_width:
             traffic += self.stream_rows * self.job.model.dim * costs.router
         if self.layout.ep > 1:
-            traffic += self.expert_rows * operations.expert_width * costs.exchanged
+            # To messages of a fixed size, and from them, they are copied once more.
+            times = 1 if self.layout.ep_capacity is None else 2
+            traffic += times * self.expert_rows * operations.expert_width * costs.exchanged
         return self._moving_seconds(traffic)
 
     def _cast(self, matrices: list[TensorSpec], per_value: float, *, of_inputs: bool) -> float:

@@ -9,6 +9,7 @@ from harness.precision.linears import sort_linears
 from harness.tools.plan.activations import (
     INNER,
     PARTIAL,
+    RECEIVED,
     ROUTED,
     ROUTED_INNER,
     STREAM,
@@ -57,13 +58,17 @@ class ActivationBytes(Memo):
         """Tokens of one microbatch on a rank, before tensor parallel shards them."""
         stream = layout.tp if layout.uses_sequence_parallel else 1
         routed = 1 if layout.splits_experts else stream
+        computed = 1.0
+        if layout.ep_capacity is not None:
+            computed = layout.share_computed(self.tokens // routed * job.model.moe.top_k)
         self.degree = {
             STREAM: stream,
             WHOLE: 1,
             PARTIAL: 1,
             INNER: layout.tp,
             ROUTED: routed,
-            ROUTED_INNER: layout.tp if layout.splits_experts else routed,
+            RECEIVED: routed / computed,
+            ROUTED_INNER: (layout.tp if layout.splits_experts else routed) / computed,
         }
         self.costs = costs_of(job.model)
         # Blocks that are compiled in pieces save the same tensors.
@@ -194,7 +199,7 @@ class ActivationBytes(Memo):
     def _in_pieces(self, layer: int) -> bool:
         """Whether a block is compiled in pieces (compile.py), since other ranks have its experts."""
         has_experts = self.job.model.has_experts(layer)
-        return self.compiled and has_experts and self.job.parallelism.has_expert_mesh
+        return self.compiled and has_experts and self.job.parallelism.compiles_in_pieces
 
     def _saved_results(self, declared: PartActivations, layer: int, nth: int) -> list[SavedTensor]:
         """Results that a block saves: of attention, of sums and exchanges, and of every n-th product."""
@@ -219,7 +224,7 @@ class ActivationBytes(Memo):
             saved += [SavedTensor("sum", model.dim, STREAM)] * 2
         if layout.ep > 1:
             rows = model.moe.top_k * model.dim
-            saved += [SavedTensor("exchange", rows, ROUTED)] * 2
+            saved += [SavedTensor("exchange", rows, RECEIVED)] * 2
         return saved
 
     def embedding(self) -> PartBytes:
