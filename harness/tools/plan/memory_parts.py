@@ -223,6 +223,9 @@ class ActivationBytes(Memo):
         if layout.tp > 1:
             saved += [SavedTensor("sum", model.dim, STREAM)] * 2
         if layout.ep > 1:
+            # In one graph the compiler drops outputs that are then exchanged.
+            if self.compiled and not self._in_pieces(layer):
+                saved = [each for each in saved if each.name != "moe.outputs"]
             rows = model.moe.top_k * model.dim
             saved += [SavedTensor("exchange", rows, RECEIVED)] * 2
         return saved

