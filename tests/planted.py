@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +33,7 @@ from harness.parallelism import (
     tensor_styles,
 )
 from harness.parallelism.balance import Balance
-from harness.train import engine
+from harness.train import engine, tensor_norms
 from harness.train.engine import Engine
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -160,6 +161,45 @@ def _norm_of_first_rank(names):
         return counted
 
     return patch.object(Engine, "_squares", squares)
+
+
+def norms_of_shards():
+    """Squares of weights are shared as if each rank had all of them: too small by the root of the shards."""
+    original = tensor_norms.holders_of
+
+    def holders_of(parameters, mesh):
+        return tuple(dist.get_world_size() for _ in original(parameters, mesh))
+
+    return patch.object(tensor_norms, "holders_of", holders_of)
+
+
+def norms_of_own_stage():
+    """Norms of tensors are not summed over the ranks, so each has those of its stage."""
+    return patch.object(tensor_norms, "dist", SimpleNamespace(all_reduce=lambda _: None))
+
+
+def norms_with_experts_twice():
+    """Squares of experts are counted twice."""
+    original = tensor_norms.share_of_squares
+
+    def share_of_squares(shards, holders, device):
+        twice = [2.0 if shard.dim() == 3 else 1.0 for shard in shards]
+        return original(shards, holders, device) * torch.tensor(twice, dtype=torch.float64)
+
+    return patch.object(tensor_norms, "share_of_squares", share_of_squares)
+
+
+def norms_without_an_uneven_end():
+    """The shard of the last rank is left out where it is smaller than the others."""
+    original = tensor_norms.TensorNorms._shards
+
+    def shards(self):
+        return [
+            shard.new_empty(0) if len(p) % dist.get_world_size() and dist.get_rank() else shard
+            for p, shard in zip(self._engine.parameters, original(self), strict=True)
+        ]
+
+    return patch.object(tensor_norms.TensorNorms, "_shards", shards)
 
 
 def initialised_by_shard():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,11 +37,14 @@ VIEWS: Registry[ViewKind] = Registry(
 )
 """Views of metrics.jsonl."""
 CONSOLES = ("plain", "none")
+OFF = "off"
+TENSORS = (OFF, "norms")
 _SWITCHES = ("wandb", "tensorboard")
 """Views with a field of their own that switches them on."""
 
 WANDB = Switch("metrics.wandb")
 PROFILING = Switch("profiling.enable")
+OF_TENSORS = Switch("metrics.tensors", "metrics.tensors=norms", is_on=lambda value: value != OFF)
 tracing_label = functools.partial(label, needs=PROFILING)
 
 
@@ -55,6 +59,13 @@ class MetricsConfig:
     all_ranks: bool = label(False)
     """Also write the own values of every rank (memory, times, loss) into
     ``metrics/rank<r>.jsonl``."""
+    tensors: str = label(OFF, choices=TENSORS)
+    """norms: write the 2-norms of every tensor's gradient (before clipping), weight and update, the same on
+    every layout, into ``tensors.bin``; `harness report` draws them by layer and step. off: nothing.
+    It takes the memory of a second copy of this rank's weights during the update."""
+    tensors_interval: int = label(100, least=1, needs=OF_TENSORS)
+    """Optimizer steps between two records of metrics.tensors: a multiple of metrics.log_interval. The first
+    and the last step have one too."""
     console: str = label("plain", choices=CONSOLES)
     """plain: a line for each row; none: nothing."""
     wandb: bool = label(False)
@@ -74,8 +85,12 @@ class MetricsConfig:
         """Return the config with the defaults of the views' options.
 
         Raises:
-            ConfigError: no such view, or no such option of it.
+            ConfigError: no such view, or no such option of it; records of steps without a row.
         """
+        if self.tensors != OFF and self.tensors_interval % self.log_interval:
+            rule = f"must be a multiple of metrics.log_interval={self.log_interval}"
+            above = math.ceil(self.tensors_interval / self.log_interval) * self.log_interval
+            raise ConfigError("metrics.tensors_interval", self.tensors_interval, rule, str(above))
         views = {}
         for name, options in self.views.items():
             field = f"metrics.views.{name}"

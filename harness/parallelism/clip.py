@@ -30,30 +30,45 @@ def reduce_partial_gradients(parameters: Iterable[Tensor]) -> None:
 def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
     """This rank's contribution to every gradient's squared 2-norm, in the order of the parameters.
 
-    Each rank divides the squares of its local shard by the number of ranks that hold the same
-    shard. So one sum over the world is correct for any mix of sharded, replicated and pipelined
-    parameters.
+    One sum over the world is correct for any mix of sharded, replicated and pipelined parameters.
 
     Returns:
         float64 vector on ``device``, 0 where there is no gradient.
     """
-    holders = prod(degree for axis, degree in mesh.degrees.items() if axis != "pp")
-    gradients: list[Tensor] = []
-    copies: list[int] = []
+    parameters = list(parameters)
+    gradients = []
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = torch.empty(0) if parameter.grad is None else parameter.grad
+        gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return share_of_squares(gradients, holders_of(parameters, mesh), device)
+
+
+def holders_of(parameters: Iterable[Tensor], mesh: Mesh) -> tuple[int, ...]:
+    """Number of ranks that hold the same shard as this one, of each parameter."""
+    ranks = prod(degree for axis, degree in mesh.degrees.items() if axis != "pp")
+    holders = []
+    for parameter in parameters:
         shards = 1
-        if isinstance(gradient, DTensor):
+        if isinstance(parameter, DTensor):
             shards = prod(
-                gradient.device_mesh.size(i)
-                for i, placement in enumerate(gradient.placements)
+                parameter.device_mesh.size(i)
+                for i, placement in enumerate(parameter.placements)
                 if not isinstance(placement, Replicate)
             )
-            gradient = gradient.to_local()
-        gradients.append(torch.empty(0) if gradient is None else gradient)
-        copies.append(holders // shards)
-    squares = squares_of(gradients)
-    return copy_async(squares / _device_constant(tuple(copies), squares.device), device)
+        holders.append(ranks // shards)
+    return tuple(holders)
+
+
+def share_of_squares(
+    shards: list[Tensor], holders: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """This rank's contribution to squared 2-norms: the squares of its shards, shared by their holders.
+
+    Returns:
+        float64 vector on ``device``.
+    """
+    squares = squares_of(shards)
+    return copy_async(squares / _device_constant(holders, squares.device), device)
 
 
 def copy_async(tensor: Tensor, device: torch.device) -> Tensor:

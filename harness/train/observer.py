@@ -18,6 +18,7 @@ from harness.metrics.window import VALIDATION
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.rows import Progress
+from harness.train.step import StepOutcome
 
 Row = dict[str, Any]
 
@@ -107,6 +108,9 @@ class Observer:
     def begin_step(self, step: int) -> Sequence[float]:
         """Begin a step that has its data; return numbers to sum over all ranks, as many on every rank."""
         return ()
+
+    def before_update(self, step: int, outcome: StepOutcome) -> None:
+        """Look at the gradients and weights of a step before its update; must not wait for the device."""
 
     def end_step(self, step: int, sums: Sequence[float]) -> Row:
         """End a step when it is launched (the device may not have finished it); or aside.

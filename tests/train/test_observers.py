@@ -10,12 +10,15 @@ from typing import ClassVar
 from unittest import mock
 
 import jobs
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from processes import until
 
 from harness.config.training import OBSERVERS
 from harness.metrics.jsonl import read_metrics
+from harness.metrics.tensor_file import read_tensors
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.observer import Observer
@@ -32,6 +35,7 @@ SMALL = (
 ALL = (
     *("profiling=on", "profiling.interval=3", "profiling.warmup=1", "profiling.active=1"),
     *("profiling.phases=true", "debug.nan=true", "metrics.all_ranks=true"),
+    *("metrics.tensors=norms", "metrics.tensors_interval=3"),
     *("validation.interval=3", "validation.steps=2", "evaluation.interval=2"),
 )
 
@@ -73,7 +77,7 @@ def test_a_run_has_the_same_numbers_without_observers(layout, documents, tmp_pat
     job = jobs.tiny(*SMALL, *documents, *ALL, *layout, f"runs_dir={tmp_path}/runs")
     watched = pool.run(job.world_size, numbers, job, str(tmp_path / "with"), True)
     alone = pool.run(job.world_size, numbers, job, str(tmp_path / "without"), False)
-    assert [count for _, count in watched] == [7 + bool(layout)] * job.world_size
+    assert [count for _, count in watched] == [8 + bool(layout)] * job.world_size
     assert [count for _, count in alone] == [0] * job.world_size
     assert [each for each, _ in watched] == [each for each, _ in alone]
     assert len(watched[0][0]) == 7
@@ -168,6 +172,36 @@ def test_rows_of_a_rank_are_its_own_and_continue(tmp_path):
         assert row["loss"] == of_all["loss"]  # there is no other rank
         assert row["memory_gib"] > 0 and row["step_seconds"] == of_all["step_seconds"]
         assert (row["rank"], row["stage"]) == (0, 0)
+
+
+def test_norms_of_tensors_are_those_of_the_steps_and_continue(tmp_path):
+    """Squares of gradients add up to the norm's; an update is the way from one checkpoint to the next."""
+    overrides = ("training.steps=6", "checkpoint.interval=1", "checkpoint.keep_latest_k=0")
+    norms = ("metrics.tensors=norms", "metrics.tensors_interval=4")
+    jobs.train(tmp_path, *overrides, *norms)
+    # A record that was being written when the process died.
+    with next(tmp_path.glob("*/*/tensors.bin")).open("ab") as file:
+        file.write(b"half")
+    run = jobs.train(tmp_path, *overrides, *norms, "checkpoint.load_step=2")
+    found = read_tensors(run.folder.path)
+    assert found.steps.tolist() == [
+        1,
+        3,
+        4,
+        6,
+    ]  # the first of each attempt, the fourth, and the last
+    by_step = {row["step"]: row["grad_norm"] for row in run.rows}
+    gradients = np.sqrt((found.data[:, 0].astype(float) ** 2).sum(1))
+    assert gradients == pytest.approx([by_step[step] for step in found.steps], rel=1e-6)
+    place = found.names.index("layers.0.attention.wk.weight")
+    before, after = ({"layers.0.attention.wk.weight": torch.zeros(32, 64)} for _ in range(2))
+    for step, weights in ((3, before), (4, after)):
+        weights["layers.0.attention.wk.weight"] = torch.empty(found.sizes[place]).view(-1, 64)
+        path = run.folder.path / "checkpoints" / f"step-{step}"
+        dcp.load(weights, checkpoint_id=str(path), no_dist=True)
+    [old], [new] = before.values(), after.values()
+    expected = [float(old.double().norm()), float((new.double() - old.double()).norm())]
+    assert found.data[2, 1:, place] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("seconds", "late"), [(550.0, False), (601.0, True)])

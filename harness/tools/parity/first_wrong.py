@@ -37,6 +37,7 @@ from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import set_up_process
 from harness.train.step import StepOutcome
+from harness.train.tensor_norms import NORMS, TensorNorms
 from harness.weights import huggingface
 
 TOKENS = "number of tokens"
@@ -46,10 +47,12 @@ GRADIENT = "gradient of "
 SHARE = "share of "
 NORM = "gradient norm"
 UPDATE = "update of "
+NORM_OF = "norm of "
 AVERAGE = "average of "
 AFTER = " after the step"
 VALIDATION = "validation loss"
 UPDATE_TOLERANCE = 10  # times that of gradients
+NORM_TOLERANCE = 0.1  # of that of gradients
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,19 @@ def values_of(engine: Engine, outcome: StepOutcome, *, whole: bool = True) -> di
     return values
 
 
+def update(engine: Engine, outcome: StepOutcome) -> dict[str, float]:
+    """Update the weights; return the norms of all tensors, of all ranks, by the words that name them."""
+    norms = TensorNorms(engine)
+    norms.before_update()
+    engine.update(outcome.norm)
+    found: dict[str, float] = {}
+    for what, row in zip(NORMS, norms.after_update(outcome.squares).tolist(), strict=True):
+        found |= {
+            f"{NORM_OF}the {what} of {n}": value for n, value in zip(norms.names, row, strict=True)
+        }
+    return found
+
+
 def weights_of(engine: Engine) -> dict[str, Tensor]:
     """Full weights of this rank's parameters; call on all ranks."""
     return {name: _full(plain(parameter.detach())) for name, parameter in engine.named_parameters()}
@@ -157,6 +173,8 @@ def tolerance_of(what: str, tolerances: tuple[float, float]) -> float:
         return tolerances[0]
     if what == TOKENS or what.startswith("loads of ") or what.endswith(AFTER):
         return 0.0
+    if what.startswith(NORM_OF):
+        return tolerances[1] * (1 if UPDATE in what else NORM_TOLERANCE)
     return tolerances[1] * (UPDATE_TOLERANCE if what.startswith((UPDATE, AVERAGE)) else 1)
 
 
@@ -193,7 +211,7 @@ def record(job_json: str, step: int) -> Record:
     values: dict[str, Any] = {f"value of {name}": weights[name] for name in weights}
     values |= {f"output of {name}": torch.cat(each) for name, each in calls.items()}
     values |= values_of(engine, outcome)
-    engine.update(outcome.norm)
+    values |= update(engine, outcome)
     values |= results_of(engine, weights, loader.next())
     rows = batch.shape[0]
     return Record(

@@ -110,7 +110,7 @@ class Verdict:
     gradient: float
     worst_parameter: str
     norm: float
-    """That of the gradient norm, or of one gradient's part of it."""
+    """That of the gradient norm, of one gradient's part of it, or of the norm of a tensor."""
     passed: bool
     wrong_step: int = 0
     """The first step with a value that differs, from 0."""
@@ -125,7 +125,14 @@ def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
         resume_in: an empty folder that all ranks share, to resume there in the middle; None: do not
             resume.
     """
-    from harness.tools.parity.first_wrong import results_of, resume, start, values_of, weights_of
+    from harness.tools.parity.first_wrong import (
+        results_of,
+        resume,
+        start,
+        update,
+        values_of,
+        weights_of,
+    )
 
     engine, loader = start(job_json)
     initial = weights_of(engine)
@@ -134,8 +141,12 @@ def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
         if resume_in is not None and 0 < step == steps // 2:
             engine, loader = resume(engine, loader, job_json, resume_in)
         outcome = engine.gradients(loader.next())
-        found.append(values_of(engine, outcome, whole=step in (0, steps - 1)))
-        engine.update(outcome.norm)
+        is_whole = step in (0, steps - 1)
+        found.append(values_of(engine, outcome, whole=is_whole))
+        if is_whole:
+            found[-1] |= update(engine, outcome)
+        else:
+            engine.update(outcome.norm)
     found[-1] |= results_of(engine, initial, loader.next())
     return found
 
@@ -153,6 +164,7 @@ def compare(
         GRADIENT,
         LOSS,
         NORM,
+        NORM_OF,
         SHARE,
         difference,
         largest,
@@ -170,7 +182,7 @@ def compare(
                 wrong.setdefault(what, step)
     gradients = {what: off for what, off in offs.items() if what.startswith(GRADIENT)}
     # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
-    shares = [what for what in offs if what.startswith(SHARE)]
+    shares = [what for what in offs if what.startswith((SHARE, NORM_OF))]
     worst = max(gradients, key=lambda what: (math.isnan(offs[what]), offs[what]))
     if wrong and worst not in wrong:
         worst = next(iter(wrong))

@@ -10,6 +10,7 @@ from harness.metrics.window import THROUGHPUT
 from harness.run.result import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration
 from harness.tools.report.curves import curves_of, lowest_in_words, markup_of
+from harness.tools.report.heat_maps import maps_of
 from harness.tools.report.predictions import MEMORY, RATE, errors_in_words
 from harness.tools.report.rounds import tables_of_rounds
 from harness.util.document import Block, Document
@@ -20,6 +21,8 @@ from harness.util.words import plural, shortened
 LONGEST_LIST = 110
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
+_OF_MAPS = """What `metrics.tensors=norms` has written (`tensors.bin`, read by \
+`harness.metrics.tensor_file.read_tensors`): a row for each layer, a column for each step."""
 _OF_CURVES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
 mean. The lowest loss at the end is named first. Time is that of training, without validation and saving. \
 The pointer reads the nearest point."""
@@ -86,6 +89,9 @@ def report_runs(
         if any(curve.is_thinned for curve in curves):
             text = f"{text} {_THINNED}"
         blocks += ["## Curves", text, markup_of(curves, smooth)]
+    maps = maps_of(rows)
+    if maps is not None:
+        blocks += ["## Layers", _OF_MAPS, maps]
     return Document(title, summary + constants_in_words(calibration), blocks, rows)
 
 

@@ -1,6 +1,7 @@
 """Observers of the training loop, in the order in which they are called."""
 
 from harness.config.job import Job
+from harness.config.metrics import OFF
 from harness.config.training import OBSERVERS
 from harness.train.objective import objective_of
 from harness.train.observer import Observer
@@ -13,6 +14,7 @@ def observers_of(job: Job) -> list[type[Observer]]:
         ("profiler", job.profiling.enable),
         ("flight_recorder", job.world_size > 1 and job.debug.flight_recorder > 0),
         ("nan_watch", job.debug.nan),
+        ("tensor_values", job.metrics.tensors != OFF),
         ("memory", True),
         ("validation", job.validation.interval > 0),
         *((name, True) for name in objective_of(job.model).observers(job)),

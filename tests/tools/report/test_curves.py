@@ -6,12 +6,15 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 from cases import rows
 from made import leave_run
 
 from harness.launch.rows import load
+from harness.metrics.tensor_file import TensorFile
 from harness.tools.report.curves import curves_of, lowest_in_words, markup_of
+from harness.tools.report.heat_maps import maps_of
 from harness.tools.report.runs import report_runs
 from harness.util.document import to_html
 
@@ -168,3 +171,21 @@ def test_losses_of_equal_numerics_tie_and_of_other_data_are_not_compared(tmp_pat
     assert tie.count("`") == 4 and tie.endswith(", 2.0100 to 2.0200.")
     [refused] = lowest_in_words(curves_of(load(tmp_path / "data")))
     assert refused == "No loss is called the lowest: the runs differ in `training.seq_len`."
+
+
+def test_layers_are_drawn_by_step(tmp_path):
+    """Every cell has its layer, step and value; what is not finite has its own color; a name is escaped."""
+    names = ["tok_embeddings.weight", "layers.0.w.weight", "layers.0.v.weight", "layers.1.w.weight"]
+    file = TensorFile(tmp_path, ["gradient", "weight", "update"], names, [4, 1, 3, 1], 0)
+    for step in (1, 2):
+        data = np.full((3, 4), 2.0 * step)
+        data[0, 3] = np.inf
+        file.write(step, data)
+    file.close()
+    page = maps_of([{"run_dir": str(tmp_path), "point": "a<b"}]).html
+    assert "<h3>a&lt;b</h3>" in page
+    # Of two norms 2 over 1 + 3 values the root mean square is sqrt(8 / 4).
+    for cell in ("layers.0, step 1: 1.41", "tok_embeddings, step 2: 2", "layers.1, step 2: inf"):
+        assert f"<title>{cell}</title>" in page
+    assert page.count("#c24d00") == 2 and page.count("<svg") == 3
+    assert maps_of([{"run_dir": str(tmp_path / "other"), "point": "without"}]) is None

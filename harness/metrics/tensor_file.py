@@ -1,0 +1,99 @@
+"""``tensors.bin``: numbers of every tensor of a model at some steps, in records of one size.
+
+``tensors.json`` says what is in a record: the step (int64), then for each of ``values`` a float32 for each of
+``names``. A plot reads a whole run at once, and a thousand columns in metrics.jsonl would slow everything
+else down. Imports no torch.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.util.errors import UserError
+from harness.util.files import write_atomically
+
+DATA = "tensors.bin"
+HEADER = "tensors.json"
+
+
+@dataclass(frozen=True)
+class TensorRecords:
+    """What a run has written so far.
+
+    Attributes:
+        values: the words that name what was measured.
+        names: the model's tensors, in its order.
+        sizes: elements of each tensor.
+        steps: int64 [records].
+        data: float32 [records, values, names].
+    """
+
+    values: list[str]
+    names: list[str]
+    sizes: list[int]
+    steps: np.ndarray[Any, Any]
+    data: np.ndarray[Any, Any]
+
+
+class TensorFile:
+    """The file that a run appends to, kept through crashes and resumes.
+
+    Args:
+        folder: the run folder.
+        start_step: records of later steps are dropped, because the run writes them again.
+    """
+
+    def __init__(
+        self, folder: Path, values: list[str], names: list[str], sizes: list[int], start_step: int
+    ) -> None:
+        self._record = _record(values, names)
+        header = {"values": values, "names": names, "sizes": sizes}
+        kept = b""
+        if (folder / HEADER).exists():
+            found = read_tensors(folder)
+            if (found.values, found.names) == (values, names):
+                is_kept = found.steps <= start_step
+                kept = self._encode(found.steps[is_kept], found.data[is_kept])
+        write_atomically(folder / HEADER, json.dumps(header).encode() + b"\n")
+        write_atomically(folder / DATA, kept)
+        self._file = (folder / DATA).open("ab")
+
+    def write(self, step: int, data: np.ndarray[Any, Any]) -> None:
+        """Append the numbers [values, names] of a step."""
+        self._file.write(self._encode(np.array([step]), data[None]))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _encode(self, steps: np.ndarray[Any, Any], data: np.ndarray[Any, Any]) -> bytes:
+        records = np.empty(len(steps), self._record)
+        records["step"] = steps
+        records["data"] = data
+        return records.tobytes()
+
+
+def read_tensors(folder: Path) -> TensorRecords:
+    """Read what a run has written; a record that is being written is left out.
+
+    Raises:
+        UserError: the run has written no numbers of tensors.
+    """
+    try:
+        header = json.loads((folder / HEADER).read_text())
+        content = (folder / DATA).read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: has no {DATA}; would work: a run with metrics.tensors=norms"
+        ) from None
+    record = _record(header["values"], header["names"])
+    records = np.frombuffer(content, record, len(content) // record.itemsize)
+    return TensorRecords(**header, steps=records["step"], data=records["data"])
+
+
+def _record(values: list[str], names: list[str]) -> np.dtype[Any]:
+    return np.dtype([("step", "<i8"), ("data", "<f4", (len(values), len(names)))])
