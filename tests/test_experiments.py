@@ -184,22 +184,21 @@ def test_best_other_side():
     assert compare.sides_of("single", with_torchtitan=False) == ["harness", "bare"]
 
 
-def test_bare_loop_is_our_model_of_that_shape(monkeypatch):
+def test_bare_loop_is_our_model_of_that_shape():
     """As many parameters at the measured size, and the same loss from the same weights at a small one."""
+    measured = bare_loop.Shape()
     with torch.device("meta"):
-        whole = sum(parameter.numel() for parameter in bare_loop.Llama().parameters())
+        whole = sum(parameter.numel() for parameter in bare_loop.Llama(measured).parameters())
     shape = compose_job(["experiment=cpu_baseline/shape"])
     assert whole == account(shape.model, 512).parameters
-    assert (shape.global_batch_size, shape.training.seq_len) == (bare_loop.BATCH, bare_loop.SEQ_LEN)
-    for name, value in {"LAYERS": 2, "VOCABULARY": 64, "SEQ_LEN": 16}.items():
-        monkeypatch.setattr(bare_loop, name, value)
+    assert (shape.global_batch_size, shape.training.seq_len) == (measured.batch, measured.seq_len)
+    few = bare_loop.Shape(layers=2, vocabulary=64, seq_len=16)
     small = ["model.n_layers=2", "model.vocab_size=64", "model.rope.scaling=none"]
     model = Decoder(compose_job(["experiment=cpu_baseline/shape", *small]).model, 16)
-    bare = bare_loop.Llama()
+    bare = bare_loop.build(few)
     weights = {}
     for name, weight in bare.named_parameters():
         name = name.replace("embedding.", "tok_embeddings.").replace("blocks.", "layers.")
-        name = re.sub(r"\.(w\d)\.", r".feed_forward.\1.", name)
         weights[re.sub(r"\.(w[qkvo])\.", r".attention.\1.", name)] = weight
     model.load_state_dict(weights)
     tokens = torch.randint(64, (2, 17))
@@ -209,7 +208,7 @@ def test_bare_loop_is_our_model_of_that_shape(monkeypatch):
         assert float(bare(tokens[:, :-1], tokens[:, 1:])) == pytest.approx(
             float(expected), rel=1e-5
         )
-    seconds, losses, _, _ = bare_loop.train(3, compiled=False)
+    seconds, losses, _ = bare_loop.train(bare, few, 3, compiled=False)
     assert len(seconds) == 3
     assert all(abs(loss - math.log(64)) < 1 for loss in losses)
     assert len(set(losses)) == 3
