@@ -1,13 +1,15 @@
-"""Measures what one token of a generation takes: on a CPU, or counted on a virtual GPU.
+"""Measures what one token of a generation takes: on a CPU or a GPU, or counted on a virtual GPU.
 
     python experiments/measure/decode_cost.py model=llama3_debug
     torchrun --nproc-per-node 2 experiments/measure/decode_cost.py model=llama3_debug parallelism.tp=2
     .venv-rehearsal/bin/python experiments/measure/decode_cost.py model=llama3_8b precision=bf16 \\
         parallelism.tp=8
+    python experiments/measure/decode_cost.py model=llama32_1b precision=bf16 cluster.device=cuda
 
-The second has two ranks, the third is one rank of eight, on a virtual H100. Overrides are those of `harness
-generate`; weights are random, on a virtual GPU zeros. Texts of two lengths are generated after one that does
-not count; the figures are those of the tokens between. Prints a line of JSON, memory in GiB.
+The second has two ranks, the third is one rank of eight, on a virtual H100, the last one is timed on a GPU.
+Overrides are those of `harness generate`; weights are random, on a virtual GPU zeros. Texts of two lengths
+are generated after one that does not count; the figures are those of the tokens between. Prints a line of JSON,
+memory in GiB.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.compose.composer import compose_job
+from harness.config.cluster import count_gpus
 from harness.config.fields import with_value
 from harness.tools.inference.generate import GenerateJob, Prompt
 from harness.tools.rehearse.build import cuda_version, library
@@ -35,7 +38,7 @@ FEW, MORE, PROMPT = 8, 40, 64
 
 
 def main() -> None:
-    if cuda_version() is not None and CONTROLLER not in os.environ:
+    if cuda_version() is not None and CONTROLLER not in os.environ and not count_gpus():
         os.execve(sys.executable, [sys.executable, *sys.argv], environment(library()))
     device = "auto" if CONTROLLER in os.environ else "cpu"
     typed = [
@@ -76,23 +79,29 @@ def measure(job: GenerateJob, stack: ExitStack) -> dict[str, Any]:
     device = pick_device(job)
     set_up_process(job)
     stack.enter_context(process_group(job, device, store))
-    stack.enter_context(patch.object(InferenceModel, "_load", randomize))
+    stack.enter_context(patch.object(InferenceModel, "load", randomize))
     model = InferenceModel(job, device)
     model.load(None)  # type: ignore[arg-type]
     model.part.use_cache(job.training.seq_len)
     prompts = [Prompt("", [1] * (PROMPT - row % 3)) for row in range(job.generate.batch_size)]
-    counts, seconds = [], []
+    counts, seconds, on_the_wall = [], [], []
     for new in (MORE, FEW, MORE):
         if gpu is not None:
             gpu.clear()
         began = time.process_time()
+        begun = time.perf_counter()
         config = with_value(job, "generate.max_new_tokens", new).generate
         made = generate_texts(model, prompts, config, build_tokenizer(job.tokenizer))
         assert all(len(text.tokens) == new for text in made.texts)
         seconds.append(time.process_time() - began)
+        on_the_wall.append(time.perf_counter() - begun)
         counts.append(Counter() if gpu is None else counted(gpu.calls()))
     counts[2].subtract(counts[1])
-    found = {"cpu_ms": round((seconds[2] - seconds[1]) / (MORE - FEW) * 1e3, 2)}
+    found: dict[str, Any] = {"point": f"decode, {job.model.name}"}
+    found["sequences"] = len(prompts)
+    found["weight_bytes"] = sum(each.nbytes for each in model.part.parameters())
+    found["decode_ms"] = round((on_the_wall[2] - on_the_wall[1]) / (MORE - FEW) * 1e3, 3)
+    found["cpu_ms"] = round((seconds[2] - seconds[1]) / (MORE - FEW) * 1e3, 2)
     found |= {
         name: round(count / (MORE - FEW), 2) for name, count in sorted(counts[2].items()) if count
     }
@@ -105,10 +114,13 @@ def randomize(model: Any, _found: None) -> None:
     """In place of loading weights."""
     import torch
 
-    if model.device.type == "cpu":
-        torch.manual_seed(0)
-        for _, parameter in model.named_parameters():
-            torch.nn.init.normal_(getattr(parameter, "_local_tensor", parameter), std=0.02)
+    from harness.parallelism.tensor import to_plain
+
+    torch.manual_seed(0)
+    for _, parameter in model.named_parameters():
+        torch.nn.init.normal_(getattr(parameter, "_local_tensor", parameter), std=0.02)
+    for part in model.parts if model.is_plain else ():
+        to_plain(part)
 
 
 def counted(calls: Any) -> Counter[str]:
