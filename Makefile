@@ -9,10 +9,10 @@ DOCS := .venv-docs
 NEWEST := .venv-newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev lock train unit test thorough newest lint format parity bench rehearsal rehearse docs reference pictures clean
+.PHONY: help install dev lock train unit test thorough newest lint format parity bench rehearsal rehearse first-gpu docs reference pictures clean
 
 help:  ## show this help
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(READY)  ## make the virtual environment and install what training needs
 dev: $(DEV)  ## install the rest too: all extras, tests and linters
@@ -95,6 +95,11 @@ rehearsal: $(REHEARSAL)/.ready  ## make an environment for rehearsals on virtual
 
 rehearse: $(REHEARSAL)/.ready  ## run the tests that rehearse: every layout, format and way to run a step
 	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/tools/rehearse
+
+# FIRST_GPU_PYTHON is the version of Python on the machine with the GPU.
+FIRST_GPU_PYTHON ?= 3.12
+first-gpu: $(READY)  ## build build/first_gpu: a first measurement on a GPU, for a machine without a network
+	$(BIN)/python experiments/first_gpu/pack.py build/first_gpu --python $(FIRST_GPU_PYTHON)
 
 # MkDocs has an environment of its own, so that its packages and the harness's need not agree.
 $(DOCS)/.ready: docs/requirements.txt

@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import random_batch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "first_gpu"))
+
+from checks import (
+    SMALL,
+    STEPS,
+    TOLERANCES,
+    captured_differences,
+    drawn_on_the_cpu,
+    kernels,
+    train_steps,
+)
+
 from harness.compose.composer import compose_job
 from harness.config.metrics import ProfilingConfig
 from harness.data.loader import Loader
 from harness.data.prefetch import Prefetcher
-from harness.parallelism.materialize import draw
-from harness.tools.parity.first_wrong import full_gradients
 from harness.train.graphed import build_engine
 from harness.train.observers.profiler import Profiling
 from harness.train.setup import process_group, set_up_process
-
-SMALL = [
-    *(
-        "model=llama3_tiny",
-        "model.head_dim=16",
-        "data=synthetic",
-        "tokenizer=bytes",
-        "training.steps=10",
-    ),
-    *("training.seq_len=64", "training.global_batch_size=4", "training.local_batch_size=2"),
-]
-TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2)}
-
-
-def three_steps(device, *overrides, steps=3):
-    """Losses and whole gradients of steps over the same random tokens."""
-    job = compose_job([*SMALL, *overrides, f"cluster.device={device}", "cluster.ranks_per_node=1"])
-    set_up_process(job)
-    losses, gradients = [], []
-    with process_group(job, torch.device(device)):
-        engine = build_engine(job, torch.device(device))
-        for step in range(steps):
-            batch = random_batch(4, 64, step)
-            if steps > 3:
-                engine.evaluate(batch)  # between captured steps, and before one is captured
-            outcome = engine.gradients(batch)
-            losses.append(outcome.loss)
-            gradients.append({name: g.cpu() for name, g in full_gradients(engine).items()})
-            engine.update(outcome.norm)
-    return losses, gradients
 
 
 @pytest.mark.gpu
@@ -57,15 +39,11 @@ def three_steps(device, *overrides, steps=3):
     [[], ["parallelism.cpu_offload=true"], ["training.attention=flex"]],
     ids=["plain", "offload", "flex"],
 )
-def test_gpu_computes_what_a_cpu_computes(precision, more, monkeypatch):
-    def drawn_on_the_cpu(name, shape, how, seed, device):
-        return draw(name, shape, how, seed, torch.device("cpu")).to(device)
-
-    # Generators of CPUs and GPUs are different ones.
-    monkeypatch.setattr("harness.parallelism.materialize.draw", drawn_on_the_cpu)
+def test_gpu_computes_what_a_cpu_computes(precision, more):
     loss_tolerance, gradient_tolerance = TOLERANCES[precision]
-    expected_losses, expected = three_steps("cpu", f"precision={precision}")
-    losses, gradients = three_steps("cuda", f"precision={precision}", *more)
+    with drawn_on_the_cpu():
+        expected_losses, expected = train_steps("cpu", f"precision={precision}")
+        losses, gradients = train_steps("cuda", f"precision={precision}", *more)
     assert losses == pytest.approx(expected_losses, rel=loss_tolerance)
     for name, gradient in expected[0].items():
         difference = (gradients[0][name] - gradient).norm() / gradient.norm()
@@ -73,32 +51,25 @@ def test_gpu_computes_what_a_cpu_computes(precision, more, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "precision=fp32",
-        "precision=bf16 training.loss_chunks=4 compile=on",
-        "precision=bf16_full optimizer=muon",
-        "precision=bf16 optimizer.ema_decay=0.9 training.attention=flex",
-        "precision=bf16 model.moe.num_experts=8 model.moe.hidden_dim=64 model.moe.top_k=2",
-    ],
-)
-def test_captured_steps_compute_what_others_compute(overrides):
+@pytest.mark.parametrize("name", STEPS)
+def test_captured_steps_compute_what_others_compute(name):
     """Over two that are not captured, the one that is, and its repetitions; the learning rate rises."""
-    settings = [*overrides.split(), "schedule.warmup_steps=8", "debug=deterministic"]
-    losses, gradients = three_steps("cuda", *settings, steps=7)
-    captured = three_steps("cuda", *settings, "compile.cuda_graphs=true", steps=7)
-    loss_tolerance, tolerance = TOLERANCES["fp32" if overrides == "precision=fp32" else "bf16"]
-    assert captured[0] == pytest.approx(losses, rel=loss_tolerance)
-    for name, gradient in gradients[-1].items():
-        assert (captured[1][-1][name] - gradient).norm() <= tolerance * gradient.norm(), name
+    of_losses, of_gradients = captured_differences("cuda", STEPS[name])
+    loss_tolerance, tolerance = TOLERANCES["fp32" if name == "fp32" else "bf16"]
+    assert of_losses <= loss_tolerance and of_gradients <= tolerance
+
+
+@pytest.mark.gpu
+def test_kernels_compute_what_float64_computes():
+    for name, error, allowed in kernels("cuda"):
+        assert error <= allowed, name
 
 
 @pytest.mark.gpu(values=False)
 def test_gpu_is_deterministic_when_asked():
     assert (
-        three_steps("cuda", "debug=deterministic")[0]
-        == three_steps("cuda", "debug=deterministic")[0]
+        train_steps("cuda", "debug=deterministic")[0]
+        == train_steps("cuda", "debug=deterministic")[0]
     )
 
 
@@ -123,9 +94,7 @@ def test_a_step_makes_the_host_wait_for_nothing(overrides, request):
     # After eight shapes, those of other tests among them, the compiler leaves FlexAttention to eager.
     torch._dynamo.reset()
     request.addfinalizer(lambda: torch.cuda.set_sync_debug_mode("default"))
-    job = compose_job(
-        [*SMALL, *overrides.split(), "cluster.device=cuda", "cluster.ranks_per_node=1"]
-    )
+    job = compose_job([*SMALL, *overrides.split(), "cluster.device=cuda"])
     device = torch.device("cuda", 0)
     set_up_process(job)
     with process_group(job, device):

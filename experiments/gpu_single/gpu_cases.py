@@ -421,7 +421,7 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
         **{f"code.versions.{name}": value for name, value in first.get("software", {}).items()},
         "code.commit": facts["commit"],
         "code.dirty": facts["dirty"],
-        **_described(first.get("overrides"), facts["device"]),
+        **described(first.get("overrides"), facts["device"]),
     }
     if failed:
         failure = failed[0]
@@ -452,20 +452,25 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
     return row
 
 
-def _described(overrides: list[str] | None, device: str) -> Row:
-    """Compose a row's job again, on a node with the device it was measured on; return its fields."""
+def described(overrides: list[str] | None, device: str) -> Row:
+    """The fields of a row's job."""
     if not overrides:
         return {}
-    accelerator = find_accelerator(device)
-    if "cluster.device=cuda" in overrides:
-        overrides = [*overrides, "cluster=slurm"]
-        overrides += (
-            [f"cluster.accelerator='{accelerator.name}'"] if accelerator is not None else []
-        )
-    job = compose_job(overrides)
+    job = job_on(overrides, device)
     return {
         "id": job.id,
         "numerics_id": job.numerics_id,
         "name": job.name,
         **flatten({"job": job.to_dict()}),
     }
+
+
+def job_on(overrides: list[str], device: str) -> Job:
+    """Compose a job again, on a node with the device it was measured on."""
+    accelerator = find_accelerator(device)
+    if "cluster.device=cuda" in overrides:
+        overrides = [*overrides, "cluster=slurm"]
+        overrides += (
+            [f"cluster.accelerator='{accelerator.name}'"] if accelerator is not None else []
+        )
+    return compose_job(overrides)

@@ -21,10 +21,12 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import gpu_cases as cases
 from gpu_cases import render, report_rows
 
 from harness.config.fields import with_value
+from harness.config.job import Job
 from harness.launch.rows import keep
 from harness.metrics.mfu import peak_of, utilization
 from harness.model.accounting import account
@@ -233,45 +236,45 @@ def run_rounds(
             if "failed" in row:
                 failed.add((mode, side))
             else:
-                row |= utilization_of(row["tokens_per_second"], sized[mode], facts["device"])
+                job = sized[mode].job()
+                row |= utilization_of(row["tokens_per_second"], job, facts["device"])
             yield row
 
 
-def utilization_of(tokens_per_second: float, case: cases.Case, device: str) -> Row:
+def utilization_of(tokens_per_second: float, job: Job, device: str) -> Row:
     """Both conventions of MFU against the device's bfloat16 peak, on both sides, float8 included."""
-    job = case.job()
     counted = account(job.model, job.training.seq_len)
     peak = peak_of(device, "bfloat16")
     return {**utilization(tokens_per_second, counted, peak), "peak_origin": peak.origin}
 
 
 def run_harness(arguments: argparse.Namespace, case: cases.Case) -> Row:
-    """One run of ``harness.train``."""
+    """One run of a case."""
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [*case.overrides(), f"runs_dir={folder}"]
-        command = [sys.executable, "-m", "harness.train", *overrides]
-        failure = run_process(command, arguments.timeout, case.device)
-        results = list(Path(folder).glob("*/[0-9a-f]*/result.json"))
-        if not results:
-            return {
-                "failed": "unknown",
-                "message": failure or "left no row",
-                "overrides": overrides[:-1],
-            }
-        result = json.loads(results[0].read_text())
+        return run_job(case.overrides(), arguments.timeout, case.device, Path(folder))
+
+
+def run_job(overrides: list[str], timeout: float, device: str, folder: Path) -> Row:
+    """One run of ``harness.train``, which it leaves in an empty folder."""
+    command = [sys.executable, "-m", "harness.train", *overrides, f"runs_dir={folder}"]
+    failure = run_process(command, timeout, device)
+    results = list(folder.glob("*/[0-9a-f]*/result.json"))
+    if not results:
+        return {"failed": "unknown", "message": failure or "left no row", "overrides": overrides}
+    result = json.loads(results[0].read_text())
     if result["exit_reason"] != "completed":
         told = {
             "failed": result.get("error.kind", "unknown"),
             "message": result.get("error.message", failure),
         }
-        return {**told, "overrides": overrides[:-1]}
+        return {**told, "overrides": overrides}
     return {
         "tokens_per_second": result["window.tokens_per_second"],
         "step_seconds": result["window.window_seconds"] / result["window.window_steps"],
         "first_step_seconds": result["first_step_seconds"],
         "memory_gib": result["memory_gib"],
         "parameters": result["parameters"],
-        "overrides": overrides[:-1],
+        "overrides": overrides,
     }
 
 
@@ -304,20 +307,40 @@ def titan_command(arguments: argparse.Namespace, case: cases.Case, output: Path)
 
 def run_process(command: list[str], timeout: float, device: str) -> str:
     """Run a command; if it fails, return the last line of its stderr."""
+    return run_for_output(command, timeout, device)[1]
+
+
+def run_for_output(command: list[str], timeout: float, device: str) -> tuple[str, str]:
+    """Run a command, and end all of its processes if it takes too long.
+
+    Returns:
+        its output so far, and why it failed: the last line of its stderr; empty if it did not.
+    """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    try:
-        done = subprocess.run(
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
             command,
             cwd=ROOT,
             env={**os.environ, **hidden},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"took longer than {timeout:.0f} s"
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1] if done.returncode else ""
+        failure = ""
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            failure = f"took longer than {timeout:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        lines = errors.read().strip().splitlines() or [f"exit code {process.returncode}"]
+        if not failure and process.returncode:
+            failure = lines[-1]
+        return output.read(), failure
 
 
 def dry_lines(

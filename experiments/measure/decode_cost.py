@@ -6,10 +6,10 @@
         parallelism.tp=8
     python experiments/measure/decode_cost.py model=llama32_1b precision=bf16 cluster.device=cuda
 
-The second has two ranks, the third is one rank of eight, on a virtual H100, the last one is timed on a GPU.
-Overrides are those of `harness generate`; weights are random, on a virtual GPU zeros. Texts of two lengths
-are generated after one that does not count; the figures are those of the tokens between. Prints a line of JSON,
-memory in GiB.
+The second has two ranks, the third is one rank of eight, on a virtual H100, the last one is timed on a
+GPU. Overrides are those of `harness generate`; weights are random, on a virtual GPU zeros. Texts of two
+lengths are generated after one that does not count; the figures are those of the tokens between. Prints a
+line of JSON, memory in GiB.
 """
 
 from __future__ import annotations
