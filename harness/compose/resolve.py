@@ -161,13 +161,18 @@ def check_tokenizer(job: Job) -> None:
 
 
 def check_chunked_loss(job: Job) -> None:
-    chunks = job.training.loss_chunks
     layout = job.parallelism
-    if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
+    if job.training.loss_in_head and layout.tp > 1 and not layout.loss_parallel:
+        name, value, off = _of_loss_in_head(job)
         rule = f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false"
-        raise ConfigError(
-            "training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true"
-        )
+        raise ConfigError(name, value, rule, f"{off}, or parallelism.loss_parallel=true")
+
+
+def _of_loss_in_head(job: Job) -> tuple[str, float, int]:
+    """The field that makes the output projection compute the loss, its value, and the one without effect."""
+    if job.training.loss_chunks > 1:
+        return "training.loss_chunks", job.training.loss_chunks, 1
+    return "training.z_loss", job.training.z_loss, 0
 
 
 def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
@@ -393,12 +398,11 @@ def check_precision(job: Job) -> None:
 
     layout = job.parallelism
     linears = sort_linears(job.model, job.precision)
-    if job.training.loss_chunks > 1 and "output" in linears.converted:
-        rule = (
-            f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}"
-        )
-        works = f"1, or precision.filter_fqns=[{','.join([*job.precision.filter_fqns, 'output'])}]"
-        raise ConfigError("training.loss_chunks", job.training.loss_chunks, rule, works)
+    if job.training.loss_in_head and "output" in linears.converted:
+        name, value, off = _of_loss_in_head(job)
+        rule = f"multiplies the output projection in param_dtype, not in {job.precision.linear}"
+        filters = ",".join([*job.precision.filter_fqns, "output"])
+        raise ConfigError(name, value, rule, f"{off}, or precision.filter_fqns=[{filters}]")
     check_layout(
         linears,
         job.model,

@@ -183,6 +183,10 @@ class TrainingConfig:
     loss_chunks: int = execution(1, least=1)
     """Chunks in which output projection and loss are computed, so that all logits are never in
     memory."""
+    z_loss: float = numerics(0.0, least=0, id_omits_default=True)
+    """Coefficient of the mean over tokens of log(Z)^2, Z being the softmax's normalizer, added to the
+    gradients, not to the loss that is reported (PaLM, arXiv:2204.02311, section 5: 1e-4). It keeps
+    logits near 0. The output projection then computes the loss, as with loss_chunks. 0: none."""
     matmul_precision: str = numerics("highest", choices=MATMUL_PRECISIONS)
     """Precision of float32 matrix products: highest (float32), or high (TF32, on GPUs that have
     it)."""
@@ -204,6 +208,11 @@ class TrainingConfig:
     """More observers of the loop, by name or as FILE.py:NAME. Packages can add observers."""
     observer_digests: list[str] = numerics(factory=list, id_omits_default=True)
     """Digests of the files of observers, which resolving the job sets."""
+
+    @property
+    def loss_in_head(self) -> bool:
+        """Whether the output projection computes the loss, with its gradients."""
+        return self.loss_chunks > 1 or self.z_loss > 0
 
     def check_device(self, *, on_cpu: bool) -> None:
         """Refuse an attention backend that cannot train on a CPU; each rank checks its own device again."""

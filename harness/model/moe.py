@@ -67,7 +67,7 @@ class Router(nn.Linear):
                 (arXiv:2408.15664).
             tokens_BT: false where a position is padding; None: all are tokens.
         """
-        scores_NE, choice_NE = self.score(x_BTC, balance_bias_E)
+        scores_NE, choice_NE = self.score(x_BTC, balance_bias_E, tokens_BT)
         if self.config.force_balance:
             experts_NK = self._in_turn(len(x_BTC), x_BTC.shape[1], x_BTC.device)
         else:
@@ -76,10 +76,14 @@ class Router(nn.Linear):
             experts_NK = experts_NK.masked_fill(~tokens_BT.reshape(-1, 1), self.config.num_experts)
         return Routing(self.weigh(scores_NE, experts_NK, x_BTC.shape[1], tokens_BT), experts_NK)
 
-    def score(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    def score(
+        self, x_BTC: Tensor, balance_bias_E: Tensor | None, tokens_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Scores of every token for every expert, and what is compared for the choice: float32 [N, E]."""
         of = self.config
         logits_NE = self.logits(x_BTC)
+        if of.z_loss_coeff:
+            logits_NE = self._with_z_loss(logits_NE, x_BTC.shape[1], tokens_BT)
         scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
         choice_NE = scores_NE.detach()
         if balance_bias_E is not None:
@@ -153,6 +157,19 @@ class Router(nn.Linear):
         weight_BE = of.aux_loss_coeff * self.aux_scale / tokens * f_BE
         aux_loss = (share_NE.unflatten(0, (-1, length)) * weight_BE.unsqueeze(1)).sum()
         return _WithLoss.apply(scores_NE, aux_loss)  # type: ignore[no-any-return]
+
+    def _with_z_loss(self, logits_NE: Tensor, length: int, tokens_BT: Tensor | None) -> Tensor:
+        """Add the gradient of the z-loss to that of the logits: a mean over tokens, then over sequences."""
+        square_BT = logits_NE.logsumexp(-1).square().unflatten(0, (-1, length))
+        tokens_B: int | Tensor = length * self.sequence_parts
+        if tokens_BT is not None:
+            square_BT = square_BT * tokens_BT
+            tokens_B = tokens_BT.sum(1)
+            if self.over_sequence is not None:
+                tokens_B = self.over_sequence(tokens_B)
+            tokens_B = tokens_B.clamp_min(1)
+        z_loss = (square_BT.sum(1) * (self.config.z_loss_coeff * self.aux_scale / tokens_B)).sum()
+        return _WithLoss.apply(logits_NE, z_loss)  # type: ignore[no-any-return]
 
 
 class _WithLoss(torch.autograd.Function):

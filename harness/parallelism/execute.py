@@ -104,7 +104,7 @@ class DirectExecutor:
         self.layout = job.parallelism
         self.part = part
         self.loss = loss
-        self.in_head = job.training.loss_chunks > 1
+        self.in_head = job.training.loss_in_head
         self.positions = positions
         self.mtp = job.model.mtp
 
@@ -164,7 +164,7 @@ class PipelineExecutor:
         self.schedule = build_schedule(job, mesh, parts, loss, device)
         self.holds_first = any(part.tok_embeddings is not None for part in parts)
         self.holds_last = any(part.output is not None for part in parts)
-        self.in_head = job.training.loss_chunks > 1
+        self.in_head = job.training.loss_in_head
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         return self._sum(self._run(self.schedule.step, batch)).view(1)

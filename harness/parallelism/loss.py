@@ -166,9 +166,10 @@ def token_scores(logits_NV: Tensor, labels_N: Tensor, loss: TokenLoss) -> Tensor
 class ChunkedLoss:
     """Loss computed by the Head (its ``loss``): the same sum and denominator as TokenLoss."""
 
-    def __init__(self, loss: TokenLoss, chunks: int) -> None:
+    def __init__(self, loss: TokenLoss, chunks: int, z_loss: float = 0.0) -> None:
         self.loss = loss
         self.chunks = chunks
+        self.z_loss = z_loss
         self.cross_entropy = _cross_entropy
         # A split vocabulary needs collectives inside, which a compiled function could not call.
         if loss.compiled and loss.mesh is None:
@@ -198,7 +199,7 @@ class ChunkedLoss:
             weight_VC,
             labels_N - first,
             self.chunks,
-            partial(self.cross_entropy, scale=scale, group=group),
+            partial(self.cross_entropy, scale=scale, group=group, z_loss=self.z_loss),
             losses,
             torch.is_grad_enabled(),
         )
@@ -213,8 +214,8 @@ def build_loss(job: Job, mesh: Mesh, parts: Sequence[ModelPart]) -> TokenLoss:
     vocabulary = mesh.axis("tp") if split_logits else None
     loss = TokenLoss(job.model.vocab_size, vocabulary, compiled)
     for part in parts:
-        if part.output is not None and job.training.loss_chunks > 1:
-            part.output.loss = ChunkedLoss(loss, job.training.loss_chunks)
+        if part.output is not None and job.training.loss_in_head:
+            part.output.loss = ChunkedLoss(loss, job.training.loss_chunks, job.training.z_loss)
     return loss
 
 
@@ -285,9 +286,15 @@ def _add_product(sum_VC: Tensor, grad_VN: Tensor, x_NC: Tensor) -> None:
 
 
 def _cross_entropy(
-    logits_NV: Tensor, labels_N: Tensor, scale: Tensor, group: dist.ProcessGroup | None
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    scale: Tensor,
+    group: dist.ProcessGroup | None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The rows' cross entropies times ``scale``, and the gradient of their sum by the logits, both float32.
+
+    The gradient alone has that of ``z_loss`` times the squared logarithm of the softmax's normalizer.
 
     With a group, the vocabulary is split over its ranks: row maxima, sums and the labels' logits
     are all-reduced (Megatron-LM's vocabulary-parallel cross entropy, arXiv:1909.08053, section 3).
@@ -310,6 +317,10 @@ def _cross_entropy(
         label_logit_N = sums[1]
         valid_N = sums[2] > 0
     scale_N = valid_N * scale
-    loss_N = (sum_N.log() - label_logit_N) * scale_N
-    grad_NV = weights_NV.mul_((scale_N / sum_N).unsqueeze(1))
+    log_sum_N = sum_N.log()
+    loss_N = (log_sum_N - label_logit_N) * scale_N
+    of_weights_N = scale_N / sum_N
+    if z_loss:
+        of_weights_N = of_weights_N * (1 + 2 * z_loss * (peak_N + log_sum_N))
+    grad_NV = weights_NV.mul_(of_weights_N.unsqueeze(1))
     return loss_N, grad_NV.scatter_add_(1, column_N1, -(scale_N * is_local_N).unsqueeze(1))

@@ -77,7 +77,7 @@ def build_on_meta(
                 part,
                 mesh.axis("tp"),
                 layout,
-                loss_in_head=job.training.loss_chunks > 1,
+                loss_in_head=job.training.loss_in_head,
                 gather_float8=gathers_float8(job.precision, layout, device),
             )
         # Experts right after tensor parallel, which determines how their input is split.

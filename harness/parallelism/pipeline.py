@@ -112,7 +112,7 @@ def build_schedule(
     ]
 
     def loss_of(output: Tensor, labels: Tensor) -> Tensor:
-        if job.training.loss_chunks > 1:
+        if job.training.loss_in_head:
             return output  # already the loss
         with annotated("forward.head", total - 1):
             return loss(output, labels)
@@ -186,7 +186,7 @@ def boundary(job: Job, mesh: Mesh, part: ModelPart, *, entering: bool) -> Tensor
     dtype = getattr(torch, job.precision.param_dtype)
     width = job.model.dim
     if not entering and part.output is not None:
-        if job.training.loss_chunks > 1:
+        if job.training.loss_in_head:
             return torch.empty((), device="meta", requires_grad=True)
         width = job.model.vocab_size
         if layout.tp > 1 and layout.loss_parallel:

@@ -140,6 +140,25 @@ def test_gradient_of_the_auxiliary_loss(score):
     assert float((found - without).norm() / without.norm()) > 1e-2
 
 
+def test_gradient_of_the_routers_z_loss():
+    """That of equation 5 of arXiv:2202.08906, a mean over tokens, joins the logits' own."""
+    plain, with_loss = (config_of(f"model.moe.z_loss_coeff={c}") for c in (0, 0.5))
+    torch.manual_seed(0)
+    router = Router(plain)
+    torch.nn.init.normal_(router.weight)
+    other = Router(with_loss)
+    other.load_state_dict(router.state_dict())
+    other.aux_scale = 1 / B
+    x = torch.randn(B, T, plain.dim)
+    weights, _ = router(x, None)
+    z_loss = 0.5 * F.linear(x, router.weight).logsumexp(-1).square().mean()
+    expected = torch.autograd.grad(weights.square().sum() + z_loss, router.weight)[0]
+    same, _ = other(x, None)
+    torch.testing.assert_close(same, weights)
+    found = torch.autograd.grad(same.square().sum(), other.weight)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_groups_may_be_empty_and_rows_none():
     x = torch.randn(5, 4, requires_grad=True)
     w = torch.randn(3, 6, 4, requires_grad=True)

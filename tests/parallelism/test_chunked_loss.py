@@ -55,6 +55,27 @@ def test_equals_torch(chunks, compiled, valid):
         )
 
 
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("compiled", [None, "aot_eager"])
+def test_the_gradient_of_the_z_loss(chunks, compiled):
+    """Against float64: the value is the cross entropy's, the gradient has that of log(Z) squared too."""
+    x_BTC, weight_VC, labels_BT = made_up()
+    exact_inputs = [t.detach().double().requires_grad_() for t in (x_BTC, weight_VC)]
+    logits_NV = F.linear(*exact_inputs).flatten(0, 1)
+    labels_N = labels_BT.flatten()
+    valid_N = labels_N != IGNORE_INDEX
+    cross = F.cross_entropy(logits_NV, labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+    z_loss = 0.3 * (logits_NV.logsumexp(-1).square() * valid_N).sum()
+    expected = torch.autograd.grad((cross + z_loss) / 17, exact_inputs)
+    loss = TokenLoss(VOCABULARY, None, compiled)
+    loss.denominator = 17.0
+    found = ChunkedLoss(loss, chunks, z_loss=0.3)(x_BTC, weight_VC, labels_BT)
+    assert found.item() == pytest.approx(float(cross) / 17, rel=1e-6)
+    gradients = torch.autograd.grad(found, [x_BTC, weight_VC])
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient.double(), reference, rtol=1e-5, atol=1e-6)
+
+
 def test_in_bfloat16_it_is_as_accurate_as_the_plain_loss():
     """Both are compared with float64; torch's own chunked loss has an error of 1 to 3.5 % here."""
     x_BTC, weight_VC, labels_BT = made_up(torch.bfloat16, rows=512)

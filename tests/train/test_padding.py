@@ -24,7 +24,7 @@ LENGTHS = [20, 14]
 MODELS = yaml.safe_load("""
 mixtral: model=mixtral_debug
 deepseek_v3: model=deepseek_v3_debug model.moe.aux_loss_coeff=0.1
-qwen3_moe: model=qwen3_moe_debug model.moe.aux_loss_coeff=0.1
+qwen3_moe: model=qwen3_moe_debug model.moe.aux_loss_coeff=0.1 model.moe.z_loss_coeff=1 training.z_loss=1
 gpt_oss: model=gpt_oss_debug
 llama4: model=llama4_debug
 compiled: model=deepseek_v3_debug compile=on compile.backend=aot_eager

@@ -78,6 +78,7 @@ class FlowMatching(Objective):
         for field, value, only, why in (
             ("training.attention", training.attention, "sdpa", "attention is not causal"),
             ("training.loss_chunks", training.loss_chunks, 1, "the loss has no vocabulary"),
+            ("training.z_loss", training.z_loss, 0.0, "the loss has no vocabulary"),
             ("schedule.seq_len", job.schedule.seq_len, [], "a picture cannot be cut"),
             ("evaluation.interval", job.evaluation.interval, 0, "the tasks are texts"),
             (

@@ -47,7 +47,7 @@ class InferenceModel:
         layout = job.parallelism
         # What is split along the sequence or the vocabulary needs the hooks of training.
         self.is_plain = not (
-            layout.sequence_parallel or layout.loss_parallel or job.training.loss_chunks > 1
+            layout.sequence_parallel or layout.loss_parallel or job.training.loss_in_head
         )
         self.parts = build_on_meta(job, self.mesh, device, plain=self.is_plain)
         for part in self.parts:

@@ -291,7 +291,7 @@ def logit_bytes(job: Job, activations: ActivationBytes) -> LogitBytes:
     compute = activations.sizes["compute"]
     copy = FLOAT32 if compute < FLOAT32 else 0
     numbers = float(activations.tokens * vocabulary)
-    if job.training.loss_chunks > 1:
+    if job.training.loss_in_head:
         chunk = numbers / job.training.loss_chunks
         weight = float(vocabulary * model.dim)
         stream = activations.tokens * model.dim

@@ -52,6 +52,9 @@ TIED = "model.tied_embeddings=true"
 ODD = "model.vocab_size=259"
 BFLOAT16 = "precision=bf16"
 EIGHT_BIT = "optimizer.state_dtype=8bit"
+MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
+# Large, so that they are most of the gradient.
+Z_LOSS, ROUTER_Z_LOSS = "training.z_loss=1", "model.moe.z_loss_coeff=10"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,11 @@ EIGHT_BIT = "optimizer.state_dtype=8bit"
         # Shards of 259 rows have different sizes on every axis.
         ("tp4", ODD),
         ("tp_plain_chunked_loss", ODD),
+        ("fsdp_tp", Z_LOSS),
+        ("pp_zbv", Z_LOSS),
+        ("fsdp_tp_cp", f"{MIXTURE} {Z_LOSS} {ROUTER_Z_LOSS}"),
+        ("fsdp_tp_ep", f"{MIXTURE} {Z_LOSS} {ROUTER_Z_LOSS}"),
+        ("tp_experts", f"{MIXTURE} {ROUTER_Z_LOSS}"),
         # The shared table gets the gradients of both its uses.
         ("fsdp_tp", TIED),
         ("cp", TIED),
@@ -131,7 +139,6 @@ def test_reference_learns_and_masks_unevenly(pool):
 
 references: dict[str, Trace] = {}
 RECOMPUTED = "activation_checkpoint=full"
-MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
 DEEPSEEK = "model=deepseek_v3_debug"
 FURTHER = f"{DEEPSEEK} model.mtp.depth=1"
 AUXILIARY = f"{DEEPSEEK} model.moe.aux_loss_coeff=1"
