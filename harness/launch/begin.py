@@ -47,11 +47,12 @@ def begin(
     """
     with folder.locked():
         others = _unfinished_siblings(job) if adopt else []
+        seconds = folder.seconds()
         _archive_earlier_attempt(folder, job, (*DESCRIPTION, *PER_ATTEMPT))
         folder.describe(job, overrides)
         if others:
             write_json_atomically(folder.path / CONTINUES, {"folders": others})
-        folder.set_status(state)
+        folder.set_status(state, earlier_seconds=seconds)
         # The link ``latest`` beside the folder; nothing depends on it.
         link = folder.path.with_name(f".{LATEST}.{os.getpid()}")
         try:
@@ -67,11 +68,12 @@ def begin_again(folder: RunFolder, job: Job) -> None:
     Before the first attempt of a submitted job, the folder is as ``begin`` left it.
     """
     with folder.locked():
+        seconds = folder.seconds()
         if folder.state != "submitted":
             _archive_earlier_attempt(folder, job, PER_ATTEMPT)
         for name in ("errors", "logs"):
             (folder.path / name).mkdir(exist_ok=True)
-        folder.set_status("starting")
+        folder.set_status("starting", earlier_seconds=seconds)
 
 
 def earlier_attempt(run_dir: Path) -> Path | None:

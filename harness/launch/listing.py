@@ -13,6 +13,7 @@ from harness.util.tables import Column, Table
 from harness.util.words import shortened
 
 LONGEST_REASON = 110
+GOODPUT_SECONDS = 600.0
 COLUMNS = (
     Column("run", "run"),
     Column("age", "age"),
@@ -81,4 +82,18 @@ def counted(seen: Sequence[RunState], skipped: Sequence[Skipped]) -> str:
     counts = Counter([run.state for run in seen])
     if skipped:
         counts["skipped"] = len(skipped)
-    return f"{', '.join(f'{count} {state}' for state, count in counts.items())}\n"
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    goodput = goodput_in_words([run.facts or {} for run in seen])
+    return f"{states}; {goodput}\n" if goodput else f"{states}\n"
+
+
+def goodput_in_words(rows: Sequence[Row]) -> str:
+    """Say which share of runs' time made steps that count; nothing for a few minutes, mostly of starting."""
+    known = [
+        row for row in rows if row.get("wall_seconds") and row.get("train_seconds") is not None
+    ]
+    wall = sum(row["wall_seconds"] for row in known)
+    if wall < GOODPUT_SECONDS:
+        return ""
+    trained = sum(row["train_seconds"] for row in known)
+    return f"goodput {trained / wall:.1%} of {wall / 3600:,.1f} hours"

@@ -28,7 +28,15 @@ FILE = "slurm/job.json"
 BUSY = ("pending", "running", "suspended")
 # States of a job that must not be started again: SLURM has it in its queue, or a process runs it.
 HELD = (*BUSY, "blocked")
-FACTS = ("tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib", "loss")
+FACTS = (
+    "tokens_per_second",
+    "tokens_per_second_per_rank",
+    "mfu",
+    "memory_gib",
+    "loss",
+    "train_seconds",
+    "wall_seconds",
+)
 # A shared file system may show a job's last writes up to this long after the job has left the
 # queue.
 LAST_WRITES_SECONDS = 15.0

@@ -27,6 +27,8 @@ from harness.util.files import LockedError, lock, write_atomically
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
+BEGUN = ("starting", "running")
+"""States of an attempt that has begun and not ended."""
 LOCK = ".lock"
 _LARGEST_PID = 2**22  # on Linux
 LEAVING_SECONDS = 10.0
@@ -139,16 +141,41 @@ class RunFolder:
             held.close()
         return held is None
 
+    def seconds(self, end: float | None = None) -> float:
+        """Time that the attempts have taken, from the start of each one's first process to its end.
+
+        Args:
+            end: time at which this attempt ends; None: that of its status, or of its last row of metrics if
+                it was killed.
+        """
+        status = self._read(STATUS)
+        earlier = float(status.get("earlier_seconds", 0.0))
+        started = status.get("started")
+        if started is None:
+            return earlier
+        if end is None:
+            end = float(status["time"])
+            if status["state"] in BEGUN:
+                with contextlib.suppress(OSError):
+                    end = max(end, (self.path / METRICS).stat().st_mtime)
+        return earlier + max(0.0, end - started)
+
     def set_status(self, state: str, **facts: Any) -> None:
-        """Write ``status.json``: the state, and the time and process that set it."""
+        """Write ``status.json``: the state, the time and process that set it, when the attempt started."""
         pid = os.getpid()
+        before = self._read(STATUS)
+        kept: dict[str, Any] = {
+            name: before[name] for name in ("started", "earlier_seconds") if name in before
+        }
+        if state in BEGUN:
+            kept.setdefault("started", time.time())
         owner = {
             "host": socket.gethostname(),
             "pid": pid,
             "pid_started": _start_of(pid),
             "time": time.time(),
         }
-        status = {"state": state, **owner, **facts}
+        status = {"state": state, **owner, **kept, **facts}
         write_json_atomically(self.path / STATUS, status)
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -236,10 +263,7 @@ class RunFolder:
 
 def is_running(status: dict[str, Any]) -> bool:
     """Whether the process that wrote a status still runs; False if it ran on another machine."""
-    if (
-        status.get("state") not in ("starting", "running")
-        or status.get("host") != socket.gethostname()
-    ):
+    if status.get("state") not in BEGUN or status.get("host") != socket.gethostname():
         return False
     pid = status.get("pid")
     if not isinstance(pid, int) or not 0 < pid <= _LARGEST_PID or pid == os.getpid():

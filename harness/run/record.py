@@ -4,6 +4,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from typing import Any
 
 from harness.config.failures import ERROR_FIELDS_IN_ROW
@@ -50,6 +51,7 @@ class RunRecord:
             error = {"kind": "cancelled"}
         cause = {f"error.{name}": error[name] for name in ERROR_FIELDS_IN_ROW if name in error}
         ending = {"exit_reason": reason, "exit_code": code, **cause}
+        now = time.time()
         row = self.folder.row if facts is None else {}
         if row and all(row.get(name) == value for name, value in ending.items()):
             return
@@ -67,6 +69,7 @@ class RunRecord:
                 "name": job.name,
                 **ending,
                 "world_size": job.world_size,
+                "wall_seconds": self.folder.seconds(now),
                 **facts,
                 "job": job.to_dict(),
                 "code": self.folder.code,
@@ -76,6 +79,9 @@ class RunRecord:
                     "cores": os.cpu_count(),
                 },
             }
+        trained = row.get("train_seconds")
+        wall = row.get("wall_seconds")
+        row["goodput"] = trained / wall if trained is not None and wall else None
         path = self.folder.path
         try:
             write_result(path, row)

@@ -30,6 +30,12 @@ RUN = (
     Metric("exit_reason", "text", "`completed`, `interrupted` or `failed`."),
     Metric("exit_code", "number", "Exit code of the command (see verbs)."),
     Metric("world_size", "count", "Number of ranks."),
+    Metric(
+        "wall_seconds",
+        "s",
+        "Time of all attempts, from the start of the command to its end; not between them.",
+    ),
+    Metric("goodput", "0 to 1", "`train_seconds` over `wall_seconds`; null if unknown."),
     Metric("error.kind", "text", "Failure class (see troubleshooting).", "failure"),
     Metric("error.type", "text", "Class of the exception.", "failure"),
     Metric("error.rank", "number", "Rank that failed first; null for the controller.", "failure"),

@@ -114,6 +114,11 @@ _RESULT = (
     *_SOURCES,
     Metric("skipped_steps", "count", "Updates skipped because a number was not finite."),
     Metric(
+        "train_seconds",
+        "s",
+        "Time of the steps that count, of all attempts: not of steps that were lost and done again.",
+    ),
+    Metric(
         "first_step_seconds",
         "s",
         "Time from the start of the command to the end of the first step.",
@@ -138,7 +143,7 @@ _RESULT = (
 )
 
 
-_KEPT = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
+_KEPT = ("step", "tokens", "loss", "validation_loss", "skipped_steps", "train_seconds")
 
 
 @dataclass
@@ -153,6 +158,8 @@ class Progress:
     source_validation: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
+    train_seconds: float = 0.0
+    """Of all steps that count: those that a checkpoint has, and those after it of this attempt."""
     running: int | None = None
     """The step in which this process may wait for collectives; None between steps."""
     first_step_seconds: float | None = None

@@ -333,6 +333,7 @@ class Trainer:
     def _record_time(self, step: Step) -> None:
         """Record the time since the step before was read: that of the device, if the host is ahead."""
         lap = self.timer.lap()
+        self.progress.train_seconds += lap.seconds
         self.window.add(
             lap.seconds,
             step.outcome.tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading, remove
 from harness.checkpoint.resume import differing, refuse_other_numerics
 from harness.checkpoint.storage import Writer
+from harness.metrics.jsonl import read_metrics
 from harness.train.engine import Engine
 from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_USER, ConfigError, UserError
 from harness.weights import detect
@@ -135,6 +138,25 @@ def test_commands_end_with_a_run_that_fails(tmp_path, capsys, monkeypatch):
     for step in (2, 4):
         assert f"WARNING checkpoint.on_save of step {step} was ended, because the run ends" in said
     assert run.checkpoints.steps() == [2, 4]
+
+
+def test_goodput_counts_steps_once_and_all_attempts(tmp_path):
+    """Steps that are lost with an attempt are time of the run, but no steps that count."""
+    options = (EVERY_2, "checkpoint.keep_latest_k=0")
+    first = start(tmp_path, *options).row
+    assert 0 < first["train_seconds"] < first["wall_seconds"]
+    assert first["goodput"] == first["train_seconds"] / first["wall_seconds"]
+    run = start(tmp_path, *options, "checkpoint.load_step=2")
+    saved = run.checkpoints.find(2).state["train_state"]["train_seconds"]
+    laps = [row["step_seconds"] for row in read_metrics(run.path / "metrics.jsonl")[2:]]
+    assert run.row["train_seconds"] == pytest.approx(saved + sum(laps))
+    assert run.row["wall_seconds"] > first["wall_seconds"] + sum(laps)
+    # One that was killed: its status says that it runs, and its last row is what is known of its end.
+    status = json.loads((run.path / "status.json").read_text())
+    killed = {**status, "state": "running", "started": 100.0, "time": 101.0, "earlier_seconds": 7.0}
+    (run.path / "status.json").write_text(json.dumps(killed))
+    os.utime(run.path / "metrics.jsonl", (150.0, 150.0))
+    assert run.folder.seconds() == 57.0
 
 
 def test_what_is_not_purged(tmp_path, finished):

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from harness.config.job import Job, differing_numerics
+from harness.launch.listing import goodput_in_words
 from harness.launch.rows import Row, fastest_first, job_of
 from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
@@ -133,6 +134,9 @@ def _summary(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"The fastest: `{best['point']}`, {best[f'measured.{RATE}']:,.1f} tokens/s/rank{of_steps}."
         )
+    goodput = goodput_in_words(rows)
+    if goodput:
+        lines.append(f"{goodput[0].upper()}{goodput[1:]}: the share of time in steps that count.")
     for what, name in (("throughput", RATE), ("memory", MEMORY)):
         errors = errors_in_words(rows, f"delta.{name}")
         if errors:

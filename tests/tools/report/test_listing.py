@@ -10,6 +10,7 @@ from jobs import TINY
 
 from harness.compose.composer import compose_job
 from harness.launch.begin import begin
+from harness.launch.listing import goodput_in_words
 from harness.run.folder import RunFolder
 from harness.tools.report.listing import list_runs
 from harness.util.errors import UserError
@@ -39,3 +40,10 @@ def test_runs_are_listed_newest_first_and_once(tmp_path):
     assert len(result.text.splitlines()) == 4
     with pytest.raises(UserError, match="no runs; would work: harness train"):
         list_runs(tmp_path / "nowhere")
+
+
+def test_goodput_of_all_runs_is_that_of_their_time():
+    hour = {"wall_seconds": 3600.0, "train_seconds": 1800.0}
+    half = {"wall_seconds": 1800.0, "train_seconds": 1800.0}
+    assert goodput_in_words([hour, half, {"loss": 1.0}]) == "goodput 66.7% of 1.5 hours"
+    assert goodput_in_words([{"wall_seconds": 60.0, "train_seconds": 30.0}]) == ""
