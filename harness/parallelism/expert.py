@@ -11,7 +11,7 @@ sequence, or each routes the full sequence and has a part of every expert
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -184,8 +184,9 @@ class FixedExchange(nn.Module):
     def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
         room = self.layout.room_of(len(x_RC))
         got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
-        place_R, row_P = places_in_messages(load_E.view(self.ranks, -1).sum(1), len(x_RC), room)
-        x_PC = moved(x_RC, row_P, place_R)
+        sent_G = load_E.view(self.ranks, -1).sum(1)
+        rows, places = places_in_messages(sent_G, len(x_RC), room)
+        x_PC = moved(x_RC, rows, places)
         x_PC = all_to_all_single_autograd(x_PC, None, None, self.group)
         # Rows arrive by rank, then by expert.
         place_S, lengths_E = places_by_expert(got, room)
@@ -193,7 +194,7 @@ class FixedExchange(nn.Module):
         out_SC = experts(permute(x_PC, order_S, place_S), lengths_E)
         out_PC = permute(out_SC, place_S, order_S)
         out_PC = all_to_all_single_autograd(out_PC, None, None, self.group)
-        return moved(out_PC, place_R, row_P)
+        return moved(out_PC, places, rows)
 
     def capacity_needed(self, load_E: Tensor, rows: int) -> Tensor:
         """The capacity with which all of this rank's rows have room, in thousandths [1]; 0 if they have."""
@@ -202,25 +203,37 @@ class FixedExchange(nn.Module):
         return needed.masked_fill(most <= self.layout.room_of(rows), 0)
 
 
-def places_in_messages(length_G: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor]:
-    """Where rows are in messages of ``room`` places, and which row is in a place.
+class Sources(NamedTuple):
+    """The row that each place gets."""
+
+    row_P: Tensor
+    """Number of the row; any one where the place stays empty."""
+    is_empty_P1: Tensor
+
+
+def places_in_messages(length_G: Tensor, rows: int, room: int) -> tuple[Sources, Sources]:
+    """Which rows are in messages of ``room`` places, and, the other way round, in which places rows are.
 
     Args:
         length_G: number of rows for each rank; rows are in this order, and the rest is padding.
 
     Returns:
-        The place of each row [R], the number of places for a row that has none; the row in each
-        place [P], ``rows`` for a place that is empty.
+        The row of each place; the place of each row, none for padding and for rows without room.
     """
     end_G = length_G.cumsum(0)
     start_G = end_G - length_G
-    row_R = torch.arange(rows, device=end_G.device)
-    at_R = torch.searchsorted(end_G, row_R, right=True)
-    inside_R = row_R - F.pad(start_G, (0, 1), value=-room)[at_R]
-    place_R = torch.where(inside_R < room, at_R * room + inside_R, len(end_G) * room)
     inside_P = torch.arange(room, device=end_G.device)
     row_GP = start_G.unsqueeze(1) + inside_P
-    return place_R, torch.where(row_GP < end_G.unsqueeze(1), row_GP, rows).flatten()
+    is_empty_GP = row_GP >= end_G.unsqueeze(1)
+    row_R = torch.arange(rows, device=end_G.device)
+    rank_R = torch.searchsorted(end_G, row_R, right=True)
+    inside_R = row_R - F.pad(start_G, (0, 1), value=-room)[rank_R]
+    last = len(end_G) * room - 1
+    place_R = (rank_R * room + inside_R).clamp(max=last)
+    return (
+        Sources(row_GP.flatten().clamp(max=rows - 1), is_empty_GP.view(-1, 1)),
+        Sources(place_R, (inside_R >= room).unsqueeze(1)),
+    )
 
 
 def places_by_expert(got_GE: Tensor, room: int) -> tuple[Tensor, Tensor]:
@@ -248,26 +261,22 @@ class _Move(torch.autograd.Function):
     """Copy rows to other places; empty places are zeros, and rows without a place get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_RC: Tensor, row_P: Tensor, place_R: Tensor) -> Tensor:
-        ctx.save_for_backward(place_R)
-        return _taken(x_RC, row_P)
+    def forward(
+        ctx: Any, x_RC: Tensor, row_P: Tensor, is_empty_P1: Tensor, *places: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*places)
+        return _taken(x_RC, row_P, is_empty_P1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
-        (place_R,) = ctx.saved_tensors
-        return _taken(grad_PC, place_R), None, None
+    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor | None, ...]:
+        return _taken(grad_PC, *ctx.saved_tensors), None, None, None, None
 
 
-def _taken(x_RC: Tensor, row_P: Tensor) -> Tensor:
-    is_empty_P = row_P == len(x_RC)
-    x_PC = x_RC.index_select(0, row_P.clamp(max=len(x_RC) - 1))
-    return x_PC.masked_fill_(is_empty_P.unsqueeze(1), 0)
+def _taken(x_RC: Tensor, row_P: Tensor, is_empty_P1: Tensor) -> Tensor:
+    return x_RC.index_select(0, row_P).masked_fill_(is_empty_P1, 0)
 
 
-def moved(x_RC: Tensor, row_P: Tensor, place_R: Tensor) -> Tensor:
-    """Rows in their places: ``row_P`` is the row of each place, and ``place_R`` the place of each row.
-
-    A number one too large stands for none.
-    """
-    return _Move.apply(x_RC, row_P, place_R)  # type: ignore[no-any-return]
+def moved(x_RC: Tensor, rows: Sources, places: Sources) -> Tensor:
+    """Rows in their places: ``rows`` are those of the places, and ``places`` those of the rows."""
+    return _Move.apply(x_RC, *rows, *places)  # type: ignore[no-any-return]

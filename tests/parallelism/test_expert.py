@@ -126,13 +126,13 @@ def test_messages_have_rows_in_order_then_zeros(room, tokens):
     experts_R = torch.randint(0, 12, (tokens,)).sort().values
     length_G = torch.bincount(experts_R // 4, minlength=3)
     x_RC = torch.arange(1.0, 25).unsqueeze(1).requires_grad_()
-    place_R, row_P = places_in_messages(length_G, 24, room)
-    messages = moved(x_RC, row_P, place_R)
+    rows_P, places_R = places_in_messages(length_G, 24, room)
+    messages = moved(x_RC, rows_P, places_R)
     expected = torch.zeros(3, room)
     for message, rows in zip(expected, x_RC[:tokens, 0].split(length_G.tolist()), strict=True):
         message[: len(rows)] = rows[:room].detach()
     assert torch.equal(messages.view(3, room), expected)
-    back = moved(messages, place_R, row_P)
+    back = moved(messages, places_R, rows_P)
     sent = torch.isin(x_RC, expected) & (x_RC <= tokens)
     assert torch.equal(back, x_RC * sent)
     # A place that is empty gives no gradient, and a row without a place gets none.

@@ -215,7 +215,7 @@ PLANTED = [
     (planted.biases_of_every_rank, "tp_experts", SINKS, "gradient of layers.3.moe.experts.b2"),
     (planted.rows_by_rank, "ep", DEEPSEEK, "output of layers.1.moe,"),
     (planted.rows_over_capacity_left_out, "ep_capacity", DEEPSEEK, "output of layers.1.moe,"),
-    (planted.empty_places_have_rows, "ep_capacity", MIXTURE, "gradient of layers.2.moe.experts"),
+    (planted.empty_places_have_rows, "ep_capacity", MIXTURE, "gradient of layers.3.moe.experts"),
     (planted.loads_not_summed, "tp", FURTHER, "loads of layers.1.moe,"),
 ]
 

@@ -323,8 +323,9 @@ def test_a_single_sequence_is_split_without_copies(local_batch_size):
         [*SMALL, "parallelism=fsdp_cp", "optimizer.ema_decay=0.9", "optimizer=lion"],
         [*SMALL, "parallelism=fsdp", "precision=float8_tensorwise", GATHERS, "compile=on"],
         [*MIXTURE, "parallelism=fsdp", "parallelism.reshard_after_forward=always"],
+        [*MIXTURE, "parallelism=fsdp_ep", "parallelism.ep_capacity=1.25"],
     ],
-    ids=["fsdp", "muon", "alone", "ring", "float8", "experts"],
+    ids=["fsdp", "muon", "alone", "ring", "float8", "experts", "exchange"],
 )
 def test_a_captured_step_is_launched_as_two_graphs(overrides):
     plain, captured = (
@@ -342,6 +343,22 @@ def test_a_captured_step_is_launched_as_two_graphs(overrides):
     assert abs(device.launches - host.launches) < scales
     assert device.memory["allocated"] <= 1.02 * host.memory["allocated"] + 2**22
     assert device.memory["reserved"] <= 1.05 * host.memory["reserved"] + 2**27
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallelism=fsdp_ep activation_checkpoint=full compile=on",
+        "parallelism=fsdp_ep activation_checkpoint=selective_op compile=on",
+        "parallelism=fsdp_tp_pp_ep activation_checkpoint=full",
+    ],
+)
+def test_messages_of_a_fixed_size_need_no_wait(overrides):
+    found = rehearsed(*MIXTURE, *overrides.split(), "parallelism.ep_capacity=1.5")
+    check(found)
+    check_collectives(found)
+    for figures in found.ranks:
+        assert figures.graphs <= 3, "a block is one graph: dense, or with experts"
 
 
 @pytest.mark.parametrize("broken", ["training.attention=varlen", "parallelism.cpu_offload=true"])
