@@ -296,7 +296,7 @@ def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
     rows = list(CAPTURED)
     if architecture_of(job.model).batches != "tokens":
         rows.append(("model.architecture", ["decoder"], "the host draws noise"))
-    if job.parallelism.ep_capacity is None:
+    if not job.parallelism.fixes_messages:
         why = (
             "without parallelism.ep_capacity the host waits for the rows of experts on other ranks"
         )

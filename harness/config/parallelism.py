@@ -167,10 +167,15 @@ class ParallelismConfig:
         """Ranks of a stage's replica that experts are distributed over; ranks that split one count once."""
         return self.parameter_shards * (1 if self.splits_experts else self.tp)
 
+    @property
+    def fixes_messages(self) -> bool:
+        """Whether ranks of experts exchange messages of a fixed size."""
+        return self.ep > 1 and self.ep_capacity is not None
+
     def share_computed(self, rows: int) -> float:
         """Rows that a rank's experts compute if loads are even, empty places included, as a multiple of those
         (``rows``) that it routes."""
-        return 1.0 if self.ep_capacity is None else self.ep * self.room_of(rows) / rows
+        return self.ep * self.room_of(rows) / rows if self.fixes_messages else 1.0
 
     def room_of(self, rows: int) -> int:
         """Rows that a message to one rank has room for with ``ep_capacity``, if a rank routes ``rows``."""
@@ -198,7 +203,7 @@ class ParallelismConfig:
     @property
     def compiles_in_pieces(self) -> bool:
         """Whether the host works in the middle of blocks with experts, which then cannot be one graph."""
-        return self.has_expert_mesh and self.ep_capacity is None
+        return self.has_expert_mesh and not self.fixes_messages
 
     @property
     def balances_context(self) -> bool:
@@ -295,7 +300,7 @@ class ParallelismConfig:
         if experts % self.ep or ranks % self.ep:
             rule = f"must divide model.moe.num_experts={experts} and {product} = {ranks}"
             raise ConfigError("parallelism.ep", self.ep, rule, divisors(experts, ranks))
-        if self.ep_capacity is not None and self.ep_capacity > self.ep:
+        if self.ep > 1 and (self.ep_capacity or 0) > self.ep:
             rule = (
                 f"exceeds parallelism.ep={self.ep}, with which every message has room for all rows"
             )

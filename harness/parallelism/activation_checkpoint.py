@@ -108,7 +108,7 @@ def wraps_compiled_blocks(
     among the tensors to save and fails: "expected all tensors_saved_with_vc_check to be Tensors"
     (runtime_wrappers.py).
     """
-    has_meshes = layout.tp > 1 or layout.ep_capacity is not None
+    has_meshes = layout.tp > 1 or layout.fixes_messages
     return compiler.blocks and has_meshes and config.mode in ("full", "selective_layer")
 
 

@@ -105,7 +105,7 @@ class Balance:
         needed: dict[int, Tensor] = {}
         for part in self.parts:
             needed |= part.take_needed()
-        if self.job.parallelism.ep_capacity is None:
+        if not self.job.parallelism.fixes_messages:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         none = torch.zeros((), dtype=torch.int64, device=self.device)
         return torch.stack([needed.get(layer, none) for layer in self.rows])

@@ -68,11 +68,11 @@ def apply_expert_parallel(
         if layout.ep > 1:
             assert mesh.experts is not None
             group = mesh.experts.get_group(EXPERT)
-            if layout.ep_capacity is None:
-                moe.exchange = ExpertExchange(group)
-            else:
+            if layout.fixes_messages:
                 moe.exchange = FixedExchange(group, layout)
                 moe.capacity_needed = moe.exchange.capacity_needed
+            else:
+                moe.exchange = ExpertExchange(group)
         groups = [mesh.group("cp")] if layout.cp > 1 else []
         if layout.tp > 1 and not layout.splits_experts:
             groups.append(mesh.group("tp"))

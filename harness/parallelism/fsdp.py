@@ -97,7 +97,7 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
                 module.set_allocate_memory_from_process_group_for_comm(True)
             elif on.size(-1) > 1 and layout.fsdp_buffers == "symmetric":
                 module.set_symm_mem_for_comm()
-    if layout.ep_capacity is not None and job.compile.blocks:
+    if layout.fixes_messages and job.compile.blocks:
         for layer, moe in part.mixtures.items():
             _gather_with(part.blocks[layer], moe.experts)
     ahead = layout.fsdp_prefetch

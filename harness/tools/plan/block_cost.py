@@ -154,7 +154,7 @@ class Worker:
         per_rank = moe.num_experts // layout.ep
         self.busiest = 1.0 if moe.force_balance else machine.busiest(layout.ep, per_rank)
         """Rows that its experts compute, as a multiple of their mean."""
-        if layout.ep_capacity is not None:
+        if layout.fixes_messages:
             self.busiest = layout.share_computed(self.sorted_rows * moe.top_k)
         self.expert_rows = round(self.sorted_rows * self.busiest)
         """Tokens of the busiest rank's experts, for which the others wait."""
@@ -352,7 +352,7 @@ class Worker:
             traffic += self.stream_rows * self.job.model.dim * costs.router
         if self.layout.ep > 1:
             # To messages of a fixed size, and from them, they are copied once more.
-            times = 1 if self.layout.ep_capacity is None else 2
+            times = 2 if self.layout.fixes_messages else 1
             traffic += times * self.expert_rows * operations.expert_width * costs.exchanged
         return self._moving_seconds(traffic)
 

@@ -54,7 +54,7 @@ def make_plan(
         model = StepModel(job, machine)
         speed, traffic = model.speed()
         busiest = model.worker.busiest
-        if busiest > 1 and job.model.moe.enabled and job.parallelism.ep_capacity is None:
+        if busiest > 1 and job.model.moe.enabled and not job.parallelism.fixes_messages:
             least = f"the busiest rank has {busiest:.2f} times its share of rows"
             notes.append(
                 f"time assumes a router near balance: {least}; one far from balance can halve the speed"
@@ -91,7 +91,7 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
 
 def _notes(job: Job) -> list[str]:
     notes = []
-    is_balanced = job.model.moe.force_balance or job.parallelism.ep_capacity is not None
+    is_balanced = job.model.moe.force_balance or job.parallelism.fixes_messages
     if job.model.moe.enabled and not is_balanced:
         notes.append("memory is that of evenly loaded experts")
     if not job.data.attend_across_documents:

@@ -59,7 +59,7 @@ class ActivationBytes(Memo):
         stream = layout.tp if layout.uses_sequence_parallel else 1
         routed = 1 if layout.splits_experts else stream
         computed = 1.0
-        if layout.ep_capacity is not None:
+        if layout.fixes_messages:
             computed = layout.share_computed(self.tokens // routed * job.model.moe.top_k)
         self.degree = {
             STREAM: stream,
