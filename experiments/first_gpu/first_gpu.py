@@ -61,33 +61,33 @@ COMMON = [
 ]
 EIGHT_LAYERS = ["model=llama3_8b", "model.n_layers=8", *COMMON]
 JOBS = {
-    "8B/4, compiled": [*EIGHT_LAYERS, *cases.MODES["bf16_compile"]],
-    "8B/4, eager": [*EIGHT_LAYERS, *cases.MODES["bf16"]],
-    "8B/4, CUDA graphs": [*EIGHT_LAYERS, *cases.MODES["bf16_graphs"]],
-    "8B/4, float8 tensorwise": [*EIGHT_LAYERS, *cases.MODES["float8_tensorwise"]],
-    "8B/4, float8 rowwise": [*EIGHT_LAYERS, *cases.MODES["float8_rowwise"]],
+    "8 layers of 8B, compiled": [*EIGHT_LAYERS, *cases.MODES["bf16_compile"]],
+    "8 layers of 8B, eager": [*EIGHT_LAYERS, *cases.MODES["bf16"]],
+    "8 layers of 8B, CUDA graphs": [*EIGHT_LAYERS, *cases.MODES["bf16_graphs"]],
+    "8 layers of 8B, float8 tensorwise": [*EIGHT_LAYERS, *cases.MODES["float8_tensorwise"]],
+    "8 layers of 8B, float8 rowwise": [*EIGHT_LAYERS, *cases.MODES["float8_rowwise"]],
     "1B, compiled": ["model=llama32_1b", *COMMON, *cases.MODES["bf16_compile"]],
-    "Qwen3 30B/12, compiled": [
+    "4 layers of Qwen3 30B, compiled": [
         "model=qwen3_30b_a3b",
         "model.n_layers=4",
         *COMMON,
         *cases.MODES["bf16_compile"],
     ],
-    "8B/4, compiled, selective_op": [
+    "8 layers of 8B, compiled, selective_op": [
         *EIGHT_LAYERS,
         *cases.MODES["bf16_compile"],
         "activation_checkpoint=selective_op",
     ],
 }
-"""Jobs by name, for ``harness.train``. 8B/4 is a quarter of the layers of 8B, Qwen3 30B/12 a twelfth."""
+"""Jobs by name, for ``harness.train``."""
 BARE = {
-    "8B/4, compiled": ["--compile"],
-    "8B/4, eager": [],
-    "8B/4, CUDA graphs": ["--graphs"],
-    "8B/4, float8 tensorwise": ["--compile", "--float8", "tensorwise"],
-    "8B/4, float8 rowwise": ["--compile", "--float8", "rowwise"],
+    "8 layers of 8B, compiled": ["--compile"],
+    "8 layers of 8B, eager": [],
+    "8 layers of 8B, CUDA graphs": ["--graphs"],
+    "8 layers of 8B, float8 tensorwise": ["--compile", "--float8", "tensorwise"],
+    "8 layers of 8B, float8 rowwise": ["--compile", "--float8", "rowwise"],
     "1B, compiled": ["--compile"],
-    "Qwen3 30B/12, compiled": ["--compile"],
+    "4 layers of Qwen3 30B, compiled": ["--compile"],
 }
 """The same for the bare loop."""
 DECODED = ["model=llama32_1b", "precision=bf16"]
@@ -107,6 +107,7 @@ class Session:
         self.is_virtual = CONTROLLER in os.environ
         self.out.mkdir(parents=True, exist_ok=True)
         caches = arguments.cache or self.out / "cache"
+        os.environ.setdefault("OMP_NUM_THREADS", "4")  # a container may see more cores than it has
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))
         os.environ.setdefault("TRITON_CACHE_DIR", str(caches / "triton"))
         said, failure = run.run_for_output(
@@ -149,7 +150,8 @@ class Session:
 
     def is_due(self, point: str, limit: float) -> bool:
         """Whether a job is to run, and the call has time for it; keep a row if it has none."""
-        if self.only and not any(each in point for each in self.only):
+        is_named = not self.only or any(each in point for each in ["ceilings", *self.only])
+        if not is_named:
             return False
         if self.seconds(limit) < min(limit, 20):
             self.keep(point, failed="no time", message="no time was left in this call")
@@ -235,7 +237,7 @@ class Session:
         return {name: value for name, value in found.items() if name not in ("losses", "threads")}
 
     def torchtitan(self, point: str, limit: float) -> None:
-        """Keep a row of torchtitan at the shape of 8B/4, if this Python has it."""
+        """Keep a row of torchtitan at the shape of 8 layers of 8B, if this Python has it."""
         if not self.is_due(point, limit):
             return
         words = ["-c", "import torchtitan.trainer"]
@@ -276,7 +278,7 @@ def shape_of(job: Job) -> Row:
         "batch": job.local_batch_size,
         "seq_len": job.training.seq_len,
         "is_tied": model.tied_embeddings,
-        "has_qk_norm": model.attention.qk_norm is not None,
+        "has_qk_norm": model.attention.qk_norm != "none",
     }
     if model.moe.enabled:
         shape |= {"experts": model.moe.num_experts, "top_k": model.moe.top_k}
@@ -322,12 +324,12 @@ def look(session: Session) -> None:
 def speed(session: Session) -> None:
     """Nine minutes: 8 layers of 8B at 8,192 tokens."""
     session.rates("ceilings", 60)
-    session.train("8B/4, compiled", 110, 110)
-    session.train("8B/4, eager", 60, 60)
+    session.train("8 layers of 8B, compiled", 110, 110)
+    session.train("8 layers of 8B, eager", 60, 60)
     if session.has_gpu:
-        session.train("8B/4, CUDA graphs", 80, 110)
-        session.train("8B/4, float8 tensorwise", 130, 130)
-        session.train("8B/4, float8 rowwise", 130, 130)
+        session.train("8 layers of 8B, CUDA graphs", 80, 110)
+        session.train("8 layers of 8B, float8 tensorwise", 130, 130)
+        session.train("8 layers of 8B, float8 rowwise", 130, 130)
 
 
 def more(session: Session) -> None:
@@ -336,12 +338,12 @@ def more(session: Session) -> None:
     decoded = ["model=llama3_tiny"] if session.tiny else DECODED
     script = str(EXPERIMENTS / "measure" / "decode_cost.py")
     session.train("1B, compiled", 100, 100)
-    session.train("Qwen3 30B/12, compiled", 120, 120 if session.has_gpu else 0)
+    session.train("4 layers of Qwen3 30B, compiled", 120, 120 if session.has_gpu else 0)
     session.script("decode", 90, script, *decoded, f"cluster.device={session.device}")
     session.rates("updates", 120)
-    session.train("8B/4, compiled, selective_op", 110)
-    session.trace("8B/4, compiled", 110)
-    session.torchtitan("8B/4, compiled", 120)
+    session.train("8 layers of 8B, compiled, selective_op", 110)
+    session.trace("8 layers of 8B, compiled", 110)
+    session.torchtitan("8 layers of 8B, compiled", 120)
 
 
 def commit() -> Row:
