@@ -240,7 +240,7 @@ class Session:
         """Keep a row of torchtitan at the shape of 8 layers of 8B, if this Python has it."""
         if not self.is_due(point, limit):
             return
-        words = ["-c", "import torchtitan.trainer"]
+        words = ["-c", "import torchtitan.train"]
         absent = run.run_process([sys.executable, *words], self.seconds(60), self.device)
         if absent:
             message = f"torchtitan does not import: {absent}"

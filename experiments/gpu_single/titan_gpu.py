@@ -6,12 +6,14 @@
 What runs is described in ``experiments/cpu_baseline/torchtitan_side.py``, whose configuration with
 random tokens is used here; nothing in torchtitan's installation is changed. Speed is tokens over the
 wall-clock time of the steps after the warm-up: the device is waited for before the first of them and after
-the last, and not in between. With ``--device cpu`` it runs where there is no GPU, to be tried.
+the last, and not in between. With ``--device cpu`` it runs where there is no GPU, to be tried. torchtitan
+0.2.2, for a machine with torch 2.11, has a configuration of another form, and captures no CUDA graphs.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import re
@@ -75,10 +77,57 @@ def measured_configuration(arguments: argparse.Namespace, shape: Shape, folder: 
     return config
 
 
+def configuration_of_0_2(arguments: argparse.Namespace, shape: Shape, folder: str) -> Any:
+    """The same for torchtitan 0.2.2."""
+    import torch
+    from torch.utils.data import IterableDataset
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.config import JobConfig
+    from torchtitan.models.llama3 import TransformerModelArgs
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+
+    class RandomTokens(IterableDataset):
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            while True:
+                tokens = torch.randint(shape.vocab_size, (arguments.seq_len + 1,))
+                yield {"input": tokens[:-1]}, tokens[1:]
+
+    def random_loader(dp_world_size: int, dp_rank: int, **_: Any) -> Any:
+        tokens = RandomTokens()
+        return ParallelAwareDataloader(tokens, dp_rank, dp_world_size, batch_size=arguments.batch)
+
+    sizes = dataclasses.asdict(shape)
+    # The width is rounded up to a multiple of multiple_of, and so is multiple_of.
+    width = {"multiple_of": sizes.pop("ffn_hidden_dim"), "ffn_dim_multiplier": 1e-3}
+    measured = dataclasses.replace(
+        get_train_spec("llama3"),
+        model_args={"measured": TransformerModelArgs(**sizes, **width, rope_theta=500000)},
+        build_tokenizer_fn=None,
+        build_dataloader_fn=random_loader,
+    )
+    register_train_spec("measured", measured)
+    config = JobConfig()
+    config.job.dump_folder = folder
+    config.model.name = config.model.flavor = "measured"
+    if recipe := PRECISIONS[arguments.precision]:
+        config.model.converters = ["quantize.linear.float8"]
+        config.quantize.linear.float8.recipe_name = recipe
+        config.quantize.linear.float8.filter_fqns = ["output"]
+    config.training.local_batch_size = arguments.batch
+    config.training.seq_len = arguments.seq_len
+    config.training.steps = arguments.steps
+    mode, _, option = arguments.activation_checkpoint.partition("_")
+    config.activation_checkpoint.mode = mode
+    config.activation_checkpoint.selective_ac_option = option
+    config.compile.enable = arguments.compile
+    config.metrics.log_freq = arguments.steps + 1
+    return config
+
+
 def measured_trainer(arguments: argparse.Namespace, report: dict[str, Any]) -> type:
     """torchtitan's ``Trainer``, with the clock read around the steps that count."""
     import torch
-    from torchtitan.trainer import Trainer
+    from torchtitan.train import Trainer
 
     class MeasuredTrainer(Trainer):
         def __init__(self, config: Any) -> None:
@@ -119,18 +168,18 @@ def measured_trainer(arguments: argparse.Namespace, report: dict[str, Any]) -> t
 def main() -> None:
     arguments = parse_arguments()
     shape = Shape(**json.loads(arguments.model))
+    version = importlib.metadata.version("torchtitan")
+    configure = configuration_of_0_2 if version.startswith("0.2.") else measured_configuration
     report: dict[str, Any] = {
-        "torchtitan": importlib.metadata.version("torchtitan"),
+        "torchtitan": version,
         "software": software(),
     }
     if arguments.device == "cpu":
         run_torchtitan_on_cpu()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run(
-                measured_trainer(arguments, report),
-                measured_configuration(arguments, shape, folder),
-            )
+            config = configure(arguments, shape, folder)
+            run(measured_trainer(arguments, report), config)
         except Exception as error:
             memory = "OutOfMemory" in type(error).__name__ or "out of memory" in str(error)
             report["failed"] = "out_of_memory" if memory else type(error).__name__
