@@ -32,6 +32,7 @@ from harness.util.errors import (
     HarnessError,
     MachineError,
     UserError,
+    as_typed,
     one_line,
 )
 from harness.weights.detect import WeightFolder, choose_tokenizer, chosen_source
@@ -94,8 +95,7 @@ class InferenceJob(Job):
         for name, (only, reason) in fixed.items():
             value = attrgetter(name)(self)
             if value != only:
-                works = str(only).lower() if isinstance(only, bool) else only
-                raise ConfigError(name, value, reason, [works])
+                raise ConfigError(name, value, reason, [as_typed(only)])
         # An experiment's scheduled sizes need not fit sequences of other lengths.
         changes: dict[str, Any] = {"schedule.batch_size": [], "schedule.seq_len": []}
         if self.parallelism.pp == self.parallelism.cp == 1:
