@@ -262,15 +262,21 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RC: Tensor, row_P: Tensor, is_empty_P1: Tensor, *places: Tensor
+        ctx: Any,
+        x_RC: Tensor,
+        row_P: Tensor,
+        is_empty_P1: Tensor,
+        place_R: Tensor,
+        is_left_out_R1: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(*places)
+        ctx.save_for_backward(place_R, is_left_out_R1)
         return _taken(x_RC, row_P, is_empty_P1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor | None, ...]:
-        return _taken(grad_PC, *ctx.saved_tensors), None, None, None, None
+        place_R, is_left_out_R1 = ctx.saved_tensors
+        return _taken(grad_PC, place_R, is_left_out_R1), None, None, None, None
 
 
 def _taken(x_RC: Tensor, row_P: Tensor, is_empty_P1: Tensor) -> Tensor:
