@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
 from harness.model.cache import CachedKernel, Slots
+from harness.model.fused import multiply
 from harness.model.grouped import local_shard
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
@@ -32,6 +33,9 @@ class Attention(nn.Module):
 
     ``inner`` is the attention operation; parallelism can replace it.
     """
+
+    fused: Tensor | None = None
+    """The weights of queries, keys and values, if they are adjacent in memory."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -76,11 +80,15 @@ class Attention(nn.Module):
         B, T, _ = x_BTC.shape
         # -1 and not n_heads: a tensor-parallel rank sees only its own heads.
         q_BTHD, k_BTHD, v_BTHD = (
-            linear(x_BTC).view(B, T, -1, self.head_dim) for linear in (self.wq, self.wk, self.wv)
+            each.view(B, T, -1, self.head_dim)
+            for each in multiply(self, x_BTC, self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD = self.q_norm(q_BTHD)
             k_BTHD = self.k_norm(k_BTHD)
+        elif self.is_rotated:
+            # Backward needs the values alone: as a view they would keep all of a fused product.
+            v_BTHD = v_BTHD.contiguous()
         if self.is_rotated:
             q_BTHD, k_BTHD = rotate(q_BTHD, k_BTHD, rope_2TD, interleaved=self.interleaved)
         if self.normed_eps is not None:

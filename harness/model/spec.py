@@ -169,6 +169,8 @@ class ModuleSpec:
     name: str
     split: Split
     tensors: tuple[TensorSpec, ...] = ()
+    fused: tuple[str, ...] = ()
+    """Linears in it whose products can be one: they have the same input."""
 
 
 def modules(config: ModelConfig) -> Iterator[ModuleSpec]:
@@ -294,7 +296,8 @@ class PreNormBlock:
         q_width = config.n_heads * width
         kv_width = config.n_kv_heads * width
         sinks = TensorSpec(f"{at}.sinks", at, (config.n_heads,), Split.HEADS, self.init)
-        yield ModuleSpec(at, Split.REGION, (sinks,) if of.sinks else ())
+        own = (sinks,) if of.sinks else ()
+        yield ModuleSpec(at, Split.REGION, own, fused=("wq", "wk", "wv"))
         for name, outputs in (("wq", q_width), ("wk", kv_width), ("wv", kv_width)):
             yield _linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init, bias=of.qkv_bias)
         yield _linear(f"{at}.wo", dim, q_width, Split.ROW, self.deep, bias=of.output_bias)

@@ -29,6 +29,7 @@ from harness.config.parallelism import ParallelismConfig
 from harness.model.architecture import architecture_of
 from harness.model.moe import Experts
 from harness.model.part import ModelPart
+from harness.parallelism.fused import lay_gathered
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 from harness.util.errors import ConfigError
 
@@ -60,6 +61,7 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
         if name in built:
             groups[group].append(built[name])
     in_place = InPlace()
+    gathered: dict[Tensor, Any] = {}
     for group, modules in groups.items():
         on = mesh.axis(*axes)
         if isinstance(modules[0], Experts):
@@ -77,8 +79,11 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
         )
         # A group on one rank gets gathered tensors of a dtype: torch copies its shards to them,
         # which casts.
-        for parameters in parameter_groups(wrapped[0]) if casts else ():
+        for parameters in parameter_groups(wrapped[0]):
             for each in parameters.fsdp_params:
+                gathered[each.sharded_param] = each
+                if not casts:
+                    continue
                 each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, each.device)
                 each.free_unsharded_param()
         for module in wrapped:
@@ -97,6 +102,7 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
                 module.set_allocate_memory_from_process_group_for_comm(True)
             elif on.size(-1) > 1 and layout.fsdp_buffers == "symmetric":
                 module.set_symm_mem_for_comm()
+    lay_gathered(part, gathered, layout.parameter_shards, dtype)
     if layout.fixes_messages and job.compile.blocks:
         for layer, moe in part.mixtures.items():
             _gather_with(part.blocks[layer], moe.experts)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from harness.model.part import ModelPart
 from harness.model.spec import Init, tensors
+from harness.parallelism.fused import lay_parameters
 
 
 def materialize(
@@ -44,6 +46,8 @@ def materialize(
 def allocate(part: ModelPart, device: torch.device, parameter_device: torch.device) -> None:
     """Allocate a part, and compute its buffers."""
     part.to_empty(device=parameter_device)
+    if not isinstance(part, FSDPModule):
+        lay_parameters(part)
     part.tie_embeddings()
     part.materialize_buffers(device)
 

@@ -9,6 +9,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from harness.compose.composer import compose_job
 from harness.model.decoder import Decoder
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
+from harness.parallelism.fused import lay_parameters
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
 from harness.train.setup import process_group
@@ -45,29 +46,29 @@ def plain():
 
 @pytest.mark.parametrize(
     ("mode", "recomputed_matmuls", "recomputed_attentions", "least", "most"),
-    # Backward does not need the output of w2, the seventh matmul of a block. Of seven, selective_op saves
-    # every second, and attention.
+    # Backward does not need the output of w2, the fifth matmul of a block: queries, keys and values are one.
+    # Of five, selective_op saves every second, and attention.
     rows("""
-        full                                                          24  4  0    0.2
-        selective_layer                                               12  2  0.4  0.6
-        selective_layer activation_checkpoint.every_nth_layer=3       12  2  0.4  0.6
-        selective_op                                                  12  0  0.2  0.4
+        full                                                          16  4  0    0.2
+        selective_layer                                               8   2  0.4  0.6
+        selective_layer activation_checkpoint.every_nth_layer=3       8   2  0.4  0.6
+        selective_op                                                  8   0  0.2  0.4
         selective_op activation_checkpoint.save_every_nth_matmul=1    0   0  0.4  0.7
-        selective_op activation_checkpoint.save_every_nth_matmul=0    24  0  0.1  0.3
+        selective_op activation_checkpoint.save_every_nth_matmul=0    16  0  0.1  0.3
     """),
 )
 def test_what_is_recomputed_and_what_kept(
     plain, mode, recomputed_matmuls, recomputed_attentions, least, most
 ):
     kept, forward, backward = ledger_of(*f"activation_checkpoint={mode}".split())
-    assert forward.calls[MATMULS] == plain[1].calls[MATMULS]
+    assert forward.calls[MATMULS] == plain[1].calls[MATMULS] == 4 * 5 + 1
     assert backward.calls[MATMULS] - plain[2].calls[MATMULS] == recomputed_matmuls
     assert backward.calls[ATTENTION] - plain[2].calls[ATTENTION] == recomputed_attentions
     assert least < kept / plain[0] < most
 
 
 @pytest.mark.parametrize(
-    ("mode", "recomputed_matmuls"), [("none", 0), ("full", 6), ("selective_op", 3)]
+    ("mode", "recomputed_matmuls"), [("none", 0), ("full", 4), ("selective_op", 2)]
 )
 def test_a_split_backward_pass_recomputes_once(mode, recomputed_matmuls):
     """torch calls autograd for the inputs, and then for each group of parameters."""
@@ -75,6 +76,7 @@ def test_a_split_backward_pass_recomputes_once(mode, recomputed_matmuls):
     torch.manual_seed(0)
     part, gradients = Decoder(job.model, 64, ["layers.1"]), []
     part.materialize_buffers(CPU)
+    lay_parameters(part)
     x_BTC = torch.randn(2, 64, job.model.dim, requires_grad=True)
     for _ in range(2):
         loss = part(x_BTC).square().mean()
@@ -82,7 +84,7 @@ def test_a_split_backward_pass_recomputes_once(mode, recomputed_matmuls):
             _, groups = stage_backward_input([loss], None, [x_BTC], iter(part.parameters()))
             stage_backward_weight(iter(part.parameters()), groups)
         gradients.append([parameter.grad for parameter in part.parameters()])
-        assert backward.calls[MATMULS] == 14 + recomputed_matmuls * (len(gradients) - 1)
+        assert backward.calls[MATMULS] == 10 + recomputed_matmuls * (len(gradients) - 1)
         part.zero_grad()
         apply_activation_checkpoint(part, job.activation_checkpoint, splits_backward=True)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)

@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import partial
 
 from harness.config.model import ModelConfig
+from harness.model.architecture import architecture_of
 from harness.model.spec import Split, TensorSpec, block_tensors
 
 LSE = "log-sum-exp"
@@ -64,6 +65,8 @@ class SavedTensor:
     """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a float32 copy, if the
     original is not float32; ``norm``: float32 where a norm consists of single operations."""
     by: SavedBy = SavedBy.ALL
+    fused: str = ""
+    """The module that computes it and others in one product, unless that is in 8 bits."""
 
 
 _inner = partial(SavedTensor, cut=INNER)
@@ -198,12 +201,18 @@ def cut_of(matrix: TensorSpec) -> ActivationSplit:
 
 def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, ...]:
     products = []
+    owners = {
+        f"{module.name}.{name}": module.name
+        for module in architecture_of(config).block_modules(config, layer)
+        for name in module.fused
+    }
     for tensor in block_tensors(config, layer):
         if tensor.is_matrix and ".attention." in tensor.name:
             name = tensor.module.rpartition(".")[2]
             if name == "wv" and not config.attention.sinks:
                 name = "v"  # without a sink's padding, attention saves this result itself
-            products.append(SavedTensor(name, tensor.outputs, cut_of(tensor)))
+            fused = owners.get(tensor.module, "")
+            products.append(SavedTensor(name, tensor.outputs, cut_of(tensor), fused=fused))
     return tuple(products)
 
 

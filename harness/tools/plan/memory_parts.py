@@ -206,6 +206,8 @@ class ActivationBytes(Memo):
         model = self.job.model
         layout = self.job.parallelism
         products = declared.products
+        if self.job.precision.linear == "none":
+            products = _fused(products)
         halves = [products]
         if self._in_pieces(layer):
             # Those of the router and of shared experts are inside of compiled pieces.
@@ -247,6 +249,16 @@ class ActivationBytes(Memo):
         """Bytes of multi-token prediction, without its block."""
         kept = self.total(prediction_activations(self.job.model).kept, in_block=False)
         return PartBytes(kept, kept, kept, kept)
+
+
+def _fused(products: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
+    """Join the results of each module's fused product, at the place of the first."""
+    joined: dict[str, SavedTensor] = {}
+    for each in products:
+        key = each.fused or each.name
+        first = joined.get(key)
+        joined[key] = each if first is None else replace(first, width=first.width + each.width)
+    return tuple(joined.values())
 
 
 @dataclass(frozen=True)
