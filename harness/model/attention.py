@@ -115,6 +115,9 @@ class LatentAttention(nn.Module):
     heads. Under tensor parallelism every rank computes the full latents and some of the heads.
     """
 
+    fused: Tensor | None = None
+    """The weights of all linears of the input, if they are adjacent in memory."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         of = config.attention
@@ -148,8 +151,8 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Attend; arguments and result as in ``Attention``."""
         B, T, _ = x_BTC.shape
-        q_BTHD = self._queries(x_BTC).view(B, T, -1, self.nope + self.rotated)
-        latents = self.wkv_a(x_BTC)
+        q, latents = self._project(x_BTC)
+        q_BTHD = q.view(B, T, -1, self.nope + self.rotated)
         latent_BTL, k_rotated = latents.split(
             [latents.shape[-1] - self.rotated, self.rotated], dim=-1
         )
@@ -194,11 +197,15 @@ class LatentAttention(nn.Module):
         )
         return torch.einsum("bthl,hel->bthe", out_BTHL, to_value_HEL)
 
-    def _queries(self, x_BTC: Tensor) -> Tensor:
+    def _project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, and the latents of keys and values with the rotated key."""
         if self.wq is not None:
-            return self.wq(x_BTC)
+            q, latents = multiply(self, x_BTC, self.wq, self.wkv_a)
+            # A norm keeps them for backward: as a view they would keep the queries too.
+            return q, latents.contiguous()
         assert self.wq_a is not None and self.q_norm is not None and self.wq_b is not None
-        return self.wq_b(self.q_norm(self.wq_a(x_BTC)))
+        q_latents, latents = multiply(self, x_BTC, self.wq_a, self.wkv_a)
+        return self.wq_b(self.q_norm(q_latents)), latents
 
 
 LATENT_EPS = 1e-6

@@ -315,7 +315,8 @@ class PreNormBlock:
         q_width = heads * config.head_width
         down = rank + of.qk_rope_head_dim
         up = heads * (of.qk_nope_head_dim + of.v_head_dim)
-        yield ModuleSpec(at, Split.REGION)
+        of_input = "wq" if of.q_lora_rank is None else "wq_a"
+        yield ModuleSpec(at, Split.REGION, fused=(of_input, "wkv_a"))
         if of.q_lora_rank is None:
             yield _linear(f"{at}.wq", q_width, dim, Split.COLUMN, self.init)
         else:

@@ -207,7 +207,7 @@ class ActivationBytes(Memo):
         layout = self.job.parallelism
         products = declared.products
         if self.job.precision.linear == "none":
-            products = _fused(products)
+            products = self._fused(products)
         halves = [products]
         if self._in_pieces(layer):
             # Those of the router and of shared experts are inside of compiled pieces.
@@ -232,6 +232,18 @@ class ActivationBytes(Memo):
             saved += [SavedTensor("exchange", rows, RECEIVED)] * 2
         return saved
 
+    def _fused(self, products: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
+        """Join the results of each module's fused product, at the place of the first."""
+        joined: dict[str, SavedTensor] = {}
+        for each in products:
+            key = each.fused or each.name
+            first = joined.get(key)
+            if first is not None:
+                share = self.degree[first.cut] / self.degree[each.cut]
+                each = replace(first, width=first.width + each.width * share)
+            joined[key] = each
+        return tuple(joined.values())
+
     def embedding(self) -> PartBytes:
         """Bytes of the modules before the blocks; their output is the first block's input."""
         declared = self.costs.entry_activations(self.job.model, self.job.training.seq_len)
@@ -249,16 +261,6 @@ class ActivationBytes(Memo):
         """Bytes of multi-token prediction, without its block."""
         kept = self.total(prediction_activations(self.job.model).kept, in_block=False)
         return PartBytes(kept, kept, kept, kept)
-
-
-def _fused(products: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
-    """Join the results of each module's fused product, at the place of the first."""
-    joined: dict[str, SavedTensor] = {}
-    for each in products:
-        key = each.fused or each.name
-        first = joined.get(key)
-        joined[key] = each if first is None else replace(first, width=first.width + each.width)
-    return tuple(joined.values())
 
 
 @dataclass(frozen=True)
