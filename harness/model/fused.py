@@ -17,10 +17,15 @@ from harness.model.grouped import local_shard
 
 
 class _Joined(torch.autograd.Function):
-    """The matrix of all weights; backward gives each weight its rows of the gradient."""
+    """The matrix of all weights; backward gives each weight its rows of the gradient.
+
+    Without gradients the compiler leaves out the context if otherwise there are as many arguments
+    as parameters (torch 2.13, variables/misc.py, call_apply), so all tensors are one parameter.
+    """
 
     @staticmethod
-    def forward(ctx: Any, matrix_OI: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        matrix_OI, *weights = tensors
         ctx.rows = [len(each) for each in weights]
         return matrix_OI.view_as(matrix_OI)
 

@@ -36,7 +36,7 @@ def lay_parameters(part: ModelPart) -> None:
         weights = [local_shard(each, "weight").detach() for each in linears]
         owner.fused = torch.cat(weights)
         for each, own in zip(linears, owner.fused.split([*map(len, weights)]), strict=True):
-            _move(each.weight, own)
+            each.weight = _moved(each.weight, own)
 
 
 def lay_gathered(
@@ -74,12 +74,20 @@ def _build(parameter: Any, own: Tensor) -> None:
     """Build a gathered parameter as torch does, once, and move it from the storage's begin to its place."""
     del parameter.init_unsharded_param
     parameter.init_unsharded_param()
-    _move(parameter.unsharded_param, own)
+    parameter._unsharded_param = _moved(parameter.unsharded_param, own)
 
 
-def _move(parameter: Any, own: Tensor) -> None:
-    """Let a parameter have its values, or those of its shard, in the memory of another tensor."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = own
-    else:
+def _moved(parameter: Any, own: Tensor) -> Any:
+    """Return a parameter whose values, or those of its shard, are in other memory.
+
+    A new DTensor is made: the compiler expects one whose shard was there from the beginning.
+    """
+    if not isinstance(parameter, DTensor):
         parameter.data = own
+        return parameter
+    layout = parameter.device_mesh, parameter.placements
+    size: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+    moved = nn.Parameter(DTensor.from_local(own, *layout, run_check=False, **size))
+    moved.requires_grad_(parameter.requires_grad)
+    moved.grad_dtype = parameter.grad_dtype
+    return moved

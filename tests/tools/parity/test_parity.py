@@ -34,7 +34,7 @@ COMBINED = """
     tp_recompute_budget fsdp_tp_recompute_op fsdp_tp_compiled_recompute_op fsdp_compiled_recompute_full
     fsdp_chunked_loss tp_plain_chunked_loss fsdp_tp_chunked_loss pp_zbv_chunked_loss
     fsdp_accumulate fsdp_pp_accumulate fsdp_pp_zbv fsdp_recompute_full
-    pp_zbv_recompute_full fsdp_tp_compiled_recompute_full cp_ulysses_compiled_recompute_full
+    pp_zbv_recompute_full cp_ulysses_compiled_recompute_full
 """
 
 
@@ -51,6 +51,7 @@ SCHEDULED = (
 TIED = "model.tied_embeddings=true"
 ODD = "model.vocab_size=259"
 BFLOAT16 = "precision=bf16"
+LATENTS = "model=deepseek_v2_debug"
 EIGHT_BIT = "optimizer.state_dtype=8bit"
 MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
 # Large, so that they are most of the gradient.
@@ -77,6 +78,7 @@ Z_LOSS, ROUTER_Z_LOSS = "training.z_loss=1", "model.moe.z_loss_coeff=10"
         ("fsdp_pp_zbv", BFLOAT16),
         ("fsdp_tp", BFLOAT16),
         ("cp_ulysses", BFLOAT16),
+        ("fsdp_compiled", LATENTS),
         # After ten steps gradients differ by 1.3e-4: a running mean has moved to the next code.
         ("pp_zbv", EIGHT_BIT),
     ],
