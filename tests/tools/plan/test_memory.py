@@ -129,7 +129,7 @@ def test_reserved_memory_of_rehearsals_is_predicted():
                 del errors[row["job"], row["pp_rank"]]
     sizes = list(map(abs, errors.values()))
     assert len({name for name, _ in errors}) >= 40 and max(sizes) <= 0.08, errors
-    assert median(sizes) <= 0.013
+    assert median(sizes) <= 0.016
 
 
 def saved_by_autograd(job, layer):
