@@ -237,7 +237,7 @@ class Session:
         return {name: value for name, value in found.items() if name not in ("losses", "threads")}
 
     def torchtitan(self, point: str, limit: float) -> None:
-        """Keep a row of torchtitan at the shape of 8 layers of 8B, if this Python has it."""
+        """Keep a row of torchtitan in the shape of 8 layers of 8B, if this Python has it."""
         if not self.is_due(point, limit):
             return
         words = ["-c", "import torchtitan.train"]
@@ -248,7 +248,8 @@ class Session:
             return
         shape = "tiny" if self.tiny else "8B"
         layers = 2 if self.tiny else 8
-        case = cases.Case(shape, "none", "bf16_compile", n_layers=layers, device=self.device)
+        mode = "bf16_compile"
+        case = cases.Case(shape, "selective_op", mode, n_layers=layers, device=self.device)
         told = argparse.Namespace(titan_python=sys.executable, timeout=self.seconds(limit))
         self.keep(point, "torchtitan", **run.run_torchtitan(told, case))
 
@@ -313,6 +314,9 @@ def kernels_of(trace: Path) -> Row:
 def look(session: Session) -> None:
     """Three minutes: what there is, and whether it computes what a CPU does."""
     facts = {**session.machine, "versions": versions(), **commit()}
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE"]
+        facts["nvidia-smi"], _ = run.run_for_output(asked, 20, session.device)
     (session.out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
     session.rates("ceilings", 60)
     session.script("kernels", 90, str(HERE / "checks.py"), "kernels")
@@ -343,7 +347,7 @@ def more(session: Session) -> None:
     session.rates("updates", 120)
     session.train("8 layers of 8B, compiled, selective_op", 110)
     session.trace("8 layers of 8B, compiled", 110)
-    session.torchtitan("8 layers of 8B, compiled", 120)
+    session.torchtitan("8 layers of 8B, compiled, selective_op", 120)
 
 
 def commit() -> Row:

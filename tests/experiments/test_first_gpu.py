@@ -69,13 +69,15 @@ def test_a_plan_is_calibrated_by_the_rows(session):
     """And the table has the bare loop, the plan and the ceiling of the same call beside a job."""
     session.keep("product", tflops=700.0)
     session.train(POINT, 100, 100)
+    session.keep(POINT, "torchtitan", tokens_per_second=24000.0)
     rows = read_kept(session.out)
     fitted = _calibrate(session.out, None, ClusterConfig())
-    assert "1 run of" in fitted.text and "2 rows without a throughput" in fitted.text
+    assert "1 run of" in fitted.text and "3 rows without a throughput" in fitted.text
     table = first_gpu.render(rows)
     [line] = [line for line in table.splitlines() if line.startswith(f"| {POINT}")]
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[:4] == [POINT, "26,000", "25,000", "1.040"]
+    assert cells[-1] == "24,000"
     job = compose_job([*first_gpu.JOBS[POINT], "cluster=slurm_h100"])
     flops = 26000 * account(job.model, 8192).flops_per_token_full
     assert cells[6:8] == [f"{flops / 989.4e12:.1%}", f"{flops / 700e12:.1%}"]
