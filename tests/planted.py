@@ -275,7 +275,7 @@ def normalizer_of_own_vocabulary():
     return patch.object(
         loss,
         "_cross_entropy",
-        lambda logits, labels, scale, group: original(logits, labels, scale, None),
+        lambda logits, labels, scale, group, z_loss: original(logits, labels, scale, None, z_loss),
     )
 
 

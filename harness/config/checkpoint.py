@@ -10,7 +10,6 @@ from harness.util.errors import ConfigError
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("optimizer", "lr_scheduler", "data_loader", "train_state", "rng")
-LOG2 = "log2"
 
 ENABLE = Switch("checkpoint.enable")
 saving_label = functools.partial(label, needs=ENABLE)
@@ -35,8 +34,10 @@ class CheckpointConfig:
     interval_minutes: float | None = saving_label(None, above=0)
     """Also write a checkpoint when so many minutes have passed since the last one, by the clock of rank 0;
     null: never. It bounds what a failure costs when steps are slow or their time is not known."""
-    steps: list[int] | str = saving_label(factory=list)
-    """Also write checkpoints after these steps, and keep them all; ``log2`` means 1, 2, 4, 8, ..."""
+    steps: list[int] = saving_label(factory=list)
+    """Also write checkpoints after these steps, and keep them all."""
+    log2_steps: bool = saving_label(False)
+    """Also write checkpoints after steps 1, 2, 4, 8, ..., and keep them all."""
     async_mode: str = saving_label("disabled", choices=ASYNC_MODES)
     """``disabled`` writes while training waits. ``async`` copies the state to host memory during the next
     step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem``
@@ -114,15 +115,10 @@ class CheckpointConfig:
             )
 
     def _check_steps(self, last_step: int) -> None:
-        if isinstance(self.steps, str):
-            if self.steps != LOG2:
-                rule = "must be a list of steps, or log2"
-                raise ConfigError("checkpoint.steps", self.steps, rule, "[100,1000], or log2")
-            return
         for step in self.steps:
             if not 1 <= step <= last_step:
                 rule = f"has step {step}, and the run has the steps 1 to {last_step}"
-                raise ConfigError("checkpoint.steps", self.steps, rule, f"[{last_step}], or log2")
+                raise ConfigError("checkpoint.steps", self.steps, rule, f"[{last_step}]")
 
     def refuse_pinned_memory(self, why: str) -> None:
         """Raise ConfigError if pinned memory is requested without a GPU."""
@@ -146,9 +142,7 @@ class CheckpointConfig:
         return is_multiple or self._is_listed(step)
 
     def _is_listed(self, step: int) -> bool:
-        if self.steps == LOG2:
-            return step.bit_count() == 1
-        return step in self.steps
+        return step in self.steps or (self.log2_steps and step.bit_count() == 1)
 
     def options_of_loading(self) -> dict[str, object]:
         """Options that select what is loaded; stored in checkpoints that the run saves afterwards."""

@@ -38,21 +38,30 @@ class _Joined(torch.autograd.Function):
 def multiply(owner: nn.Module, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
     """Apply linears to the same input, in one product if their weights are adjacent.
 
-    A linear that somebody watches by a hook is called by itself.
+    Forward hooks of a linear see its part of the result, so watching a linear changes no number.
 
     Args:
         owner: its ``fused`` is the matrix of all weights; None: they are apart.
     """
     matrix_OI: Any = owner.fused
-    if matrix_OI is not None and not any(each._forward_hooks for each in linears):
+    if matrix_OI is not None:
         weights = [local_shard(each, "weight") for each in linears]
         if torch.compiler.is_compiling() or _are_rows(weights, matrix_OI):
             bias = None
             if linears[0].bias is not None:
                 bias = torch.cat([local_shard(each, "bias") for each in linears])
             out = F.linear(x, _Joined.apply(matrix_OI, *weights), bias)
-            return list(out.split([len(each) for each in weights], -1))
+            parts = out.split([len(each) for each in weights], -1)
+            return [_shown(each, x, part) for each, part in zip(linears, parts, strict=True)]
     return [linear(x) for linear in linears]
+
+
+def _shown(linear: nn.Linear, x: Tensor, part: Tensor) -> Tensor:
+    """Call a linear's forward hooks with its part of the result, as calling the linear does."""
+    for hook in linear._forward_hooks.values():
+        changed = hook(linear, (x,), part)
+        part = part if changed is None else changed
+    return part
 
 
 def _are_rows(weights: list[Tensor], matrix_OI: Tensor) -> bool:

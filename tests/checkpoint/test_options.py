@@ -51,7 +51,7 @@ def test_when_checkpoints_are_written_and_kept(tmp_path, mode, keep, kept):
     ("options", "kept"),
     [
         (["checkpoint.interval=2", "checkpoint.keep_every=4"], [4, 8]),
-        (["checkpoint.interval=100", "checkpoint.steps=log2"], [1, 2, 4, 8]),
+        (["checkpoint.interval=100", "checkpoint.log2_steps=true"], [1, 2, 4, 8]),
         (["checkpoint.interval=2", "checkpoint.steps=[3,5]"], [3, 5, 8]),
         (["checkpoint.interval=100", "checkpoint.interval_minutes=1e-6"], [8]),
         (["checkpoint.interval=3", "checkpoint.keep_every=6", "checkpoint.steps=[1]"], [1, 6, 8]),

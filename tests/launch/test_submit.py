@@ -71,10 +71,10 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job, monkeypatch):
     # Nor can the status be written.
     set_status = RunFolder.set_status
 
-    def refuse(folder, state):
+    def refuse(folder, state, **facts):
         if state == "planned":
             raise full
-        set_status(folder, state)
+        set_status(folder, state, **facts)
 
     monkeypatch.setattr(RunFolder, "set_status", refuse)
     with one_line(UserError, "so it was not submitted"):

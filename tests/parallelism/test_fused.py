@@ -55,7 +55,7 @@ def test_gradients_of_one_product_are_those_of_single_linears(pool, name, typed)
 
 
 @pytest.mark.parametrize("change", ["weight", "hook"])
-def test_a_changed_or_watched_linear_is_multiplied_by_itself(change):
+def test_a_linear_with_another_weight_or_a_hook_is_respected(change):
     part = Decoder(tiny().model, 64)
     part.materialize_buffers(torch.device("cpu"))
     tokens = torch.arange(64).view(1, 64)
