@@ -24,7 +24,7 @@ PER_ATTEMPT = (
     "slow_ranks.json",
 )
 # An attempt that resumes appends to these.
-PER_CURVE = (METRICS, EVALUATIONS, "metrics", "tensorboard")
+PER_CURVE = (METRICS, "tensors.bin", "tensors.json", EVALUATIONS, "metrics", "tensorboard")
 
 
 def begin(
@@ -95,10 +95,11 @@ def _archive_earlier_attempt(folder: RunFolder, job: Job, names: tuple[str, ...]
     target.mkdir(parents=True)
     for path in present:
         path.rename(target / path.name)
-    curve = folder.path / METRICS
-    if resumes and job.checkpoint.load_step >= 0 and curve.exists():
-        # Keep a copy: rows after load_step are cut off, and the new attempt may not repeat them.
-        shutil.copy2(curve, target)
+    if resumes and job.checkpoint.load_step >= 0:
+        # Keep copies: rows after load_step are cut off, and the new attempt may not repeat them.
+        for name in (METRICS, "tensors.bin", "tensors.json"):
+            if (folder.path / name).exists():
+                shutil.copy2(folder.path / name, target)
 
 
 def _unfinished_siblings(job: Job) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.util.encoding import parse_object
 from harness.util.errors import UserError
 from harness.util.files import write_atomically
 
@@ -44,6 +45,9 @@ class TensorFile:
     Args:
         folder: the run folder.
         start_step: records of later steps are dropped, because the run writes them again.
+
+    Raises:
+        UserError: the file that is there has other numbers or tensors.
     """
 
     def __init__(
@@ -54,9 +58,13 @@ class TensorFile:
         kept = b""
         if (folder / HEADER).exists():
             found = read_tensors(folder)
-            if (found.values, found.names) == (values, names):
-                is_kept = found.steps <= start_step
-                kept = self._encode(found.steps[is_kept], found.data[is_kept])
+            if (found.values, found.names) != (values, names):
+                raise UserError(
+                    f"{folder / HEADER}: has other numbers than this version writes; "
+                    f"would work: move it and {DATA} away"
+                )
+            is_kept = found.steps <= start_step
+            kept = self._encode(found.steps[is_kept], found.data[is_kept])
         write_atomically(folder / HEADER, json.dumps(header).encode() + b"\n")
         write_atomically(folder / DATA, kept)
         self._file = (folder / DATA).open("ab")
@@ -81,16 +89,20 @@ def read_tensors(folder: Path) -> TensorRecords:
     """Read what a run has written; a record that is being written is left out.
 
     Raises:
-        UserError: the run has written no numbers of tensors.
+        UserError: the run has written no numbers of tensors, or the header is damaged.
     """
     try:
-        header = json.loads((folder / HEADER).read_text())
+        header = parse_object((folder / HEADER).read_bytes())
+        record = _record(header["values"], header["names"])
         content = (folder / DATA).read_bytes()
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder / HEADER}: damaged: {error}; would work: move it and {DATA} away"
+        ) from None
     except FileNotFoundError:
         raise UserError(
             f"{folder}: has no {DATA}; would work: a run with metrics.tensors=norms"
         ) from None
-    record = _record(header["values"], header["names"])
     records = np.frombuffer(content, record, len(content) // record.itemsize)
     return TensorRecords(**header, steps=records["step"], data=records["data"])
 

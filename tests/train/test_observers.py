@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from one_line import one_line
 from processes import until
 
 from harness.config.training import OBSERVERS
@@ -25,6 +26,7 @@ from harness.train.observer import Observer
 from harness.train.observers import flight_recorder
 from harness.train.setup import process_group
 from harness.train.trainer import Trainer
+from harness.util.errors import UserError
 
 SMALL = (
     "model.n_layers=1",
@@ -183,6 +185,8 @@ def test_norms_of_tensors_are_those_of_the_steps_and_continue(tmp_path):
     with next(tmp_path.glob("*/*/tensors.bin")).open("ab") as file:
         file.write(b"half")
     run = jobs.train(tmp_path, *overrides, *norms, "checkpoint.load_step=2")
+    # What an attempt that goes back cuts off is kept with the attempt before.
+    assert read_tensors(run.folder.path / "attempts" / "1").steps.tolist() == [1, 4, 6]
     found = read_tensors(run.folder.path)
     assert found.steps.tolist() == [
         1,
@@ -202,6 +206,14 @@ def test_norms_of_tensors_are_those_of_the_steps_and_continue(tmp_path):
     [old], [new] = before.values(), after.values()
     expected = [float(old.double().norm()), float((new.double() - old.double()).norm())]
     assert found.data[2, 1:, place] == pytest.approx(expected, rel=1e-5)
+    # A run that starts over begins a new file, and the old one moves with its curve.
+    again = jobs.train(tmp_path, *overrides, *norms, "checkpoint.resume=false")
+    assert read_tensors(again.folder.path / "attempts" / "2").steps.tolist() == [1, 3, 4, 6]
+    assert read_tensors(again.folder.path).steps.tolist() == [1, 4, 6]
+    for content, rule in ((b"{}", "damaged: 'values'"), (b"[", "damaged: ")):
+        (again.folder.path / "tensors.json").write_bytes(content)
+        with one_line(UserError, rule):
+            read_tensors(again.folder.path)
 
 
 @pytest.mark.parametrize(("seconds", "late"), [(550.0, False), (601.0, True)])
