@@ -50,9 +50,10 @@ class CheckpointConfig:
     on_save: str | None = saving_label(None, nonempty=True)
     """Shell command to run after each save, on the machine of rank 0 beside the training: an evaluation, an
     upload. It finds CHECKPOINT, STEP and RUN_FOLDER in its environment. Commands run one after another,
-    with the lowest priority; what one prints is in ``logs/on_save-step-<n>.log``, and one that fails is
-    a warning. A checkpoint is not removed before its command has ended. At the end of training the run
-    waits for the commands; a stop or a failure ends them."""
+    with the lowest priority. What one prints is in ``logs/on_save-step-<n>.log``; one that fails is a
+    warning. A checkpoint in a local folder is not removed before its command has ended. A command ends
+    with its shell, and with it what it left running. At the end of training the run waits for the
+    commands; a stop or a failure ends them."""
     on_save_timeout_seconds: int = label(3600, least=1, needs=(ENABLE, COMMAND))
     """Seconds after which a command of on_save is ended."""
     resume: bool = label(True)

@@ -280,8 +280,9 @@ class MoEConfig:
     """Amount by which every expert's balancing bias moves towards the mean load after each step; the bias is
     used for the choice only (arXiv:2408.15664). 0: no biases."""
     z_loss_coeff: float = numerics(0.0, least=0, id_omits_default=True, needs=EXPERTS)
-    """Coefficient of the mean over tokens of log(Z)^2 of each layer's router, Z being the sum of its
-    exponentiated logits, added to the gradients (ST-MoE, arXiv:2202.08906, equation 5: 1e-3). 0: none."""
+    """Coefficient of log(Z)^2 of each layer's router, where Z is the sum of a token's exponentiated logits
+    (ST-MoE, arXiv:2202.08906, equation 5: 1e-3). It is a mean over the tokens of a sequence, then over
+    the sequences of the global batch. It changes gradients and is not part of the logged loss. 0: none."""
     aux_loss_coeff: float = numerics(0.0, least=0)
     """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
     of the global batch. It changes gradients and is not part of the logged loss. 0: no auxiliary

@@ -32,7 +32,7 @@ TENSOR = Switch("parallelism.tp", "parallelism.tp=2", _several)
 SEQUENCE = Switch("parallelism.sequence_parallel")
 PIPELINE = Switch("parallelism.pp", "parallelism.pp=2", _several)
 pipeline_execution = functools.partial(execution, needs=PIPELINE)
-EXPERTS = Switch("parallelism.ep", "parallelism.ep=2", _several)
+EXPERT_RANKS = Switch("parallelism.ep", "parallelism.ep=2", _several)
 CONTEXT = Switch("parallelism.cp", "parallelism.cp=2", _several)
 RING = Switch("parallelism.cp_method", on="ring")
 SHARDS = Switch(
@@ -61,7 +61,7 @@ class ParallelismConfig:
     expert_tensor_parallel: bool = execution(False, needs=TENSOR)
     """With tp: split every expert over the tensor-parallel ranks, like a dense feed-forward. Otherwise each
     of these ranks routes its part of the sequence to unsplit experts."""
-    ep_capacity: float | None = execution(None, least=1, id_omits_default=True, needs=EXPERTS)
+    ep_capacity: float | None = execution(None, least=1, id_omits_default=True, needs=EXPERT_RANKS)
     """With ep: fixed number of rows that a rank sends to each rank of experts, as a multiple of an even share
     of its rows (tokens of a microbatch x top_k / ep). 1.25: room for a quarter more than an even share. The
     host then never waits for their number. A step with more rows ends the run, and its update is not
@@ -300,12 +300,13 @@ class ParallelismConfig:
         if experts % self.ep or ranks % self.ep:
             rule = f"must divide model.moe.num_experts={experts} and {product} = {ranks}"
             raise ConfigError("parallelism.ep", self.ep, rule, divisors(experts, ranks))
-        if self.ep > 1 and (self.ep_capacity or 0) > self.ep:
+        capacity = self.ep_capacity
+        if self.ep > 1 and capacity is not None and capacity > self.ep:
             rule = (
                 f"exceeds parallelism.ep={self.ep}, with which every message has room for all rows"
             )
             works = f"1 to {self.ep}, or null"
-            raise ConfigError("parallelism.ep_capacity", self.ep_capacity, rule, works)
+            raise ConfigError("parallelism.ep_capacity", capacity, rule, works)
         if not self._shards_experts(model, self.ep):
             fitting = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
             rule = (

@@ -184,9 +184,9 @@ class TrainingConfig:
     """Chunks in which output projection and loss are computed, so that all logits are never in
     memory."""
     z_loss: float = numerics(0.0, least=0, id_omits_default=True)
-    """Coefficient of the mean over tokens of log(Z)^2, Z being the softmax's normalizer, added to the
-    gradients, not to the loss that is reported (PaLM, arXiv:2204.02311, section 5: 1e-4). It keeps
-    logits near 0. The output projection then computes the loss, as with loss_chunks. 0: none."""
+    """Coefficient of the mean over tokens of log(Z)^2, where Z is the softmax's normalizer (PaLM,
+    arXiv:2204.02311, section 5: 1e-4). It keeps logits near 0. It changes gradients and is not part of
+    the logged loss. The output projection then computes the loss, as with loss_chunks. 0: none."""
     matmul_precision: str = numerics("highest", choices=MATMUL_PRECISIONS)
     """Precision of float32 matrix products: highest (float32), or high (TF32, on GPUs that have
     it)."""

@@ -14,6 +14,7 @@ from harness.util.words import shortened
 
 LONGEST_REASON = 110
 GOODPUT_SECONDS = 600.0
+"""Goodput of less time is that of starting."""
 COLUMNS = (
     Column("run", "run"),
     Column("age", "age"),
@@ -88,7 +89,7 @@ def counted(seen: Sequence[RunState], skipped: Sequence[Skipped]) -> str:
 
 
 def goodput_in_words(rows: Sequence[Row]) -> str:
-    """Say which share of runs' time made steps that count; nothing for a few minutes, mostly of starting."""
+    """Say which share of the runs' time made steps that count; empty below ``GOODPUT_SECONDS``."""
     known = [
         row for row in rows if row.get("wall_seconds") and row.get("train_seconds") is not None
     ]

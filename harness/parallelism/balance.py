@@ -102,11 +102,11 @@ class Balance:
 
         Without ``parallelism.ep_capacity`` the result is empty.
         """
+        if not self.job.parallelism.fixes_messages:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         needed: dict[int, Tensor] = {}
         for part in self.parts:
             needed |= part.take_needed()
-        if not self.job.parallelism.fixes_messages:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
         none = torch.zeros((), dtype=torch.int64, device=self.device)
         return torch.stack([needed.get(layer, none) for layer in self.rows])
 

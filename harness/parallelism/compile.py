@@ -88,9 +88,9 @@ def apply_compile(
         if block.moe is None or not layout.compiles_in_pieces:
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
             continue
-        # Expert parallelism cannot be in a graph: the host reads the number of rows to exchange,
-        # unless it is fixed, and experts are an FSDP group with its own hooks. The parts around the
-        # exchange are compiled. The choice of experts stays outside of them: recomputation finds it saved.
+        # Such a block cannot be one graph: the host reads the number of rows to exchange, and
+        # experts are an FSDP group with its own hooks. The parts around the exchange are compiled.
+        # The choice of experts stays outside of them: recomputation finds it saved.
         moe = block.moe
         pieces = [(block, "attend"), (moe.router, "score"), (moe.router, "weigh"), (moe, "arrange")]
         if moe.shared_experts is not None:

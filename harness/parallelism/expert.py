@@ -2,10 +2,9 @@
 
 Each rank routes its own tokens. One all-to-all sends rows to the ranks with their experts, and
 another returns the outputs (GShard, arXiv:2006.16668, section 3.2). No tokens are dropped, so
-message sizes vary; with ``ep_capacity`` they are fixed, and a step that needs larger ones is refused.
-With tensor parallelism, either every rank of it routes its part of the
-sequence, or each routes the full sequence and has a part of every expert
-(``expert_tensor_parallel``).
+message sizes vary. With ``ep_capacity`` they are fixed, and a step that needs larger ones is
+refused. With tensor parallelism, either every rank of it routes its part of the sequence, or each
+routes the full sequence and has a part of every expert (``expert_tensor_parallel``).
 """
 
 from collections.abc import Mapping, Sequence

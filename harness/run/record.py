@@ -51,7 +51,6 @@ class RunRecord:
             error = {"kind": "cancelled"}
         cause = {f"error.{name}": error[name] for name in ERROR_FIELDS_IN_ROW if name in error}
         ending = {"exit_reason": reason, "exit_code": code, **cause}
-        now = time.time()
         row = self.folder.row if facts is None else {}
         if row and all(row.get(name) == value for name, value in ending.items()):
             return
@@ -69,7 +68,7 @@ class RunRecord:
                 "name": job.name,
                 **ending,
                 "world_size": job.world_size,
-                "wall_seconds": self.folder.seconds(now),
+                "wall_seconds": self.folder.seconds(time.time()),
                 **facts,
                 "job": job.to_dict(),
                 "code": self.folder.code,

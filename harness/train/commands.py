@@ -121,6 +121,7 @@ class SaveCommands:
             return f"was ended after on_save_timeout_seconds={self.limit_seconds}"
         finally:
             _kill(process)
+            process.wait()
             self._running = None
         return f"failed with exit code {code}" if code else ""
 

@@ -317,7 +317,7 @@ class Engine:
             return
         layer = list(self.balance.rows)[most.index(largest)]
         value = largest / THOUSANDTHS
-        rule = f"{where} needs {value:g}, in layer {layer}; no update was applied that lacks rows"
+        rule = f"{where} needs {value:g}, in layer {layer}; it changed no weight"
         works = f"at least {value:g}, or null"
         raise CapacityError(
             "parallelism.ep_capacity", self.job.parallelism.ep_capacity, rule, works

@@ -318,7 +318,7 @@ def stop_signals_ignored() -> AbstractContextManager[None]:
 
 @contextmanager
 def stop_signals_call(function: Callable[[], None]) -> Iterator[None]:
-    """Call a function on a stop signal inside the context, where they may be ignored outside of it."""
+    """Call a function on a stop signal inside the context, also if signals are ignored outside of it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -12,8 +12,8 @@ from harness.train.engine import Engine
 from harness.util.annotation import SUMS, annotated
 
 NORMS = ("gradient", "weight", "update")
-"""What has a norm: the gradient before clipping, the weight before the update, and their difference that the
-update makes."""
+"""What has a norm: the gradient before clipping, the weight before the update, and the update's change of
+it."""
 
 
 class TensorNorms:
@@ -33,7 +33,7 @@ class TensorNorms:
         self._before: list[Tensor] = []
 
     def before_update(self) -> None:
-        """Keep the weights. It takes the memory of this rank's shards, when activations need none."""
+        """Copy this rank's weights; after the backward pass, when activations take no memory."""
         self._before = [shard.clone() for shard in self._shards()]
 
     def after_update(self, gradient_squares: Tensor) -> Tensor:

@@ -130,10 +130,8 @@ def test_commands_end_with_a_run_that_fails(tmp_path, capsys, monkeypatch):
         update(engine, norm)
 
     monkeypatch.setattr(Engine, "update", fails_in_step_6)
-    started = time.monotonic()
     options = (EVERY_2, "checkpoint.keep_latest_k=1", PLAIN, "checkpoint.on_save=sleep 1000")
     run = start(tmp_path, *options, code=EXIT_BUG)
-    assert time.monotonic() - started < 500
     said = capsys.readouterr().out
     for step in (2, 4):
         assert f"WARNING checkpoint.on_save of step {step} was ended, because the run ends" in said

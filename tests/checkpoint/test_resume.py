@@ -297,8 +297,8 @@ def test_rows_without_room_end_the_run_before_anything_is_saved(pool, tmp_path, 
     shared = (f"checkpoint.folder={tmp_path / 'shared'}", "checkpoint.interval=3")
     refused = outcomes("refused", *shared, "parallelism.ep_capacity=1.7", late=late)
     message = (
-        "parallelism.ep_capacity=1.7: step 4 needs 2, in layer 0; no update was applied that lacks "
-        "rows; would work: at least 2, or null"
+        "parallelism.ep_capacity=1.7: step 4 needs 2, in layer 0; it changed no weight; "
+        "would work: at least 2, or null"
     )
     applied = [True, True, True, False] + [True] * late
     assert refused == [(message, applied)] * len(whole)

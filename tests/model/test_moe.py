@@ -109,17 +109,23 @@ def test_forced_balance_gives_every_expert_its_turn():
     assert load.tolist() == [4] * 8
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_gradient_of_the_auxiliary_loss(score):
-    """The gradient of equations 17 to 20 of arXiv:2412.19437 joins the scores' own."""
-    overrides = [f"model.moe.score={score}", "model.moe.normalize_scores=true"]
-    plain, with_loss = (config_of(*overrides, f"model.moe.aux_loss_coeff={c}") for c in (0, 0.5))
+def routers(coefficient, *overrides):
+    """A config without a loss of routers, and equal routers without and with it, times 0.5."""
+    plain, with_loss = (config_of(*overrides, f"model.moe.{coefficient}={c}") for c in (0, 0.5))
     torch.manual_seed(0)
     router = Router(plain)
     torch.nn.init.normal_(router.weight)
     other = Router(with_loss)
     other.load_state_dict(router.state_dict())
     other.aux_scale = 1 / B
+    return plain, router, other
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_gradient_of_the_auxiliary_loss(score):
+    """The gradient of equations 17 to 20 of arXiv:2412.19437 joins the scores' own."""
+    overrides = [f"model.moe.score={score}", "model.moe.normalize_scores=true"]
+    plain, router, other = routers("aux_loss_coeff", *overrides)
     x, of = torch.randn(B, T, plain.dim), plain.moe
     weights, experts = router(x, None)
     logits = F.linear(x, router.weight)
@@ -142,13 +148,7 @@ def test_gradient_of_the_auxiliary_loss(score):
 
 def test_gradient_of_the_routers_z_loss():
     """That of equation 5 of arXiv:2202.08906, a mean over tokens, joins the logits' own."""
-    plain, with_loss = (config_of(f"model.moe.z_loss_coeff={c}") for c in (0, 0.5))
-    torch.manual_seed(0)
-    router = Router(plain)
-    torch.nn.init.normal_(router.weight)
-    other = Router(with_loss)
-    other.load_state_dict(router.state_dict())
-    other.aux_scale = 1 / B
+    plain, router, other = routers("z_loss_coeff")
     x = torch.randn(B, T, plain.dim)
     weights, _ = router(x, None)
     z_loss = 0.5 * F.linear(x, router.weight).logsumexp(-1).square().mean()

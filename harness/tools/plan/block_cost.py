@@ -152,10 +152,14 @@ class Worker:
         self.sorted_rows = self.rows if layout.splits_experts else self.stream_rows
         """Those that it sends to experts."""
         per_rank = moe.num_experts // layout.ep
-        self.busiest = 1.0 if moe.force_balance else machine.busiest(layout.ep, per_rank)
-        """Rows that its experts compute, as a multiple of their mean."""
         if layout.fixes_messages:
-            self.busiest = layout.share_computed(self.sorted_rows * moe.top_k)
+            busiest = layout.share_computed(self.sorted_rows * moe.top_k)
+        elif moe.force_balance:
+            busiest = 1.0
+        else:
+            busiest = machine.busiest(layout.ep, per_rank)
+        self.busiest = busiest
+        """Rows that its experts compute, as a multiple of their mean."""
         self.expert_rows = round(self.sorted_rows * self.busiest)
         """Tokens of the busiest rank's experts, for which the others wait."""
         self.expert_tp = layout.tp if layout.splits_experts else 1

@@ -56,10 +56,13 @@ def _maps(records: TensorRecords) -> list[tuple[str, list[str], Array]]:
     means = [
         np.sqrt(squares[:, :, places].sum(2) / sizes[places].sum()) for places in layers.values()
     ]
-    gradient, weight, update = np.moveaxis(np.stack(means, 2), 1, 0)
+    # Of each value, its root mean square by record and layer.
+    by_value = dict(zip(records.values, np.moveaxis(np.stack(means, 2), 1, 0), strict=True))
+    weight = by_value["weight"]
+    update = by_value["update"]
     ratio = np.divide(update, weight, out=np.zeros_like(update), where=weight != 0)
     return [
-        ("root mean square of gradients, before clipping", [*layers], gradient),
+        ("root mean square of gradients, before clipping", [*layers], by_value["gradient"]),
         ("root mean square of weights", [*layers], weight),
         ("updates over weights, of their norms", [*layers], ratio),
     ]
