@@ -8,6 +8,7 @@ modules.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -295,6 +296,33 @@ def sees(span: AttentionSpan, q: Tensor, k: Tensor) -> Tensor:
     if span.chunk is not None:
         visible = visible & (q // span.chunk == k // span.chunk)
     return visible
+
+
+LOGITS_AT_ONCE = 2**24
+"""Scores in memory at once in ``largest_logits``: 64 MiB in float32, and as much again for a copy."""
+
+
+def largest_logits(
+    spec: AttentionSpec,
+    q_BTHD: Tensor,
+    k_BSKD: Tensor,
+    visible: Callable[[slice], Tensor],
+) -> Tensor:
+    """Return the largest score of each query head, as softmax gets it, float32 [H]; -inf without a pair.
+
+    Args:
+        visible: of some of the queries, which keys they attend to, bool [B or 1, queries, S].
+    """
+    B, T, H, _ = q_BTHD.shape
+    rows = max(1, LOGITS_AT_ONCE // (B * H * k_BSKD.shape[1]))
+    q_BTKGD = q_BTHD.unflatten(2, (k_BSKD.shape[2], -1))
+    largest = []
+    for start in range(0, T, rows):
+        some = slice(start, start + rows)
+        logits = torch.einsum("bqkgd,bskd->bkgqs", q_BTKGD[:, some], k_BSKD).float()
+        hidden = ~visible(some)[:, None, None]
+        largest.append(logits.masked_fill_(hidden, float("-inf")).amax((0, 3, 4)).flatten())
+    return torch.stack(largest).amax(0) * spec.scale
 
 
 @lru_cache(maxsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ class ModelPart(nn.Module, ABC):
 
     Attributes:
         layers: the blocks, by number in the full model.
+        uncompiled: functions that the compiler has replaced, each with its module and name.
     """
 
     config: ModelConfig
@@ -28,6 +30,7 @@ class ModelPart(nn.Module, ABC):
     layers: nn.ModuleDict
     output: Any
     """The last module; None in earlier stages of a pipeline."""
+    uncompiled: Sequence[tuple[nn.Module, str, Any]] = ()
 
     @property
     def entries(self) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """torch.compile, block by block; compile time and recompilation counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -84,8 +85,10 @@ def apply_compile(
     # None lets torch compile a second length for all lengths, which is slower; False compiles each.
     dynamic = None if lengths == 1 else False
     compiled = partial(torch.compile, backend=config.backend, fullgraph=True, dynamic=dynamic)
+    originals = []
     for block in part.blocks.values():
         if block.moe is None or not layout.compiles_in_pieces:
+            originals.append((block, "forward", block.forward))
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
             continue
         # Such a block cannot be one graph: the host reads the number of rows to exchange, and
@@ -96,11 +99,30 @@ def apply_compile(
         if moe.shared_experts is not None:
             pieces.append((moe.shared_experts, "forward"))
         for owner, name in pieces:
+            originals.append((owner, name, getattr(owner, name)))
             setattr(owner, name, compiled(getattr(owner, name)))
         # An expert's number of rows differs in every step.
+        originals.append((moe.experts, "gate", moe.experts.gate))
         moe.experts.gate = _of_several_rows(
             moe.experts.gate, compiled(moe.experts.gate, dynamic=True)
         )
+    part.uncompiled = originals
+
+
+@contextmanager
+def uncompiled(part: ModelPart) -> Iterator[None]:
+    """Context manager in which blocks run as they are written, so that hooks inside of them are called.
+
+    What was compiled stays compiled, for after it.
+    """
+    compiled = [getattr(owner, name) for owner, name, _ in part.uncompiled]
+    for owner, name, original in part.uncompiled:
+        setattr(owner, name, original)
+    try:
+        yield
+    finally:
+        for (owner, name, _), function in zip(part.uncompiled, compiled, strict=True):
+            setattr(owner, name, function)
 
 
 def _of_several_rows(
@@ -149,6 +171,13 @@ class CompileWatch:
     def mark_expected(self) -> None:
         """Mark all graphs compiled so far as expected."""
         self._expected = self.graphs
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Context manager in which the graphs that are compiled are expected."""
+        before = self.graphs
+        yield
+        self._expected += self.graphs - before
 
     @property
     def unexpected(self) -> int:

@@ -110,8 +110,7 @@ class DirectExecutor:
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
-        # Shifted before the sequence is split: the next position may be another rank's.
-        later = local_positions_of(shift_by_one(batch), self.positions) if self.mtp.depth else None
+        later = self._later(batch)
         batch = local_positions_of(batch, self.positions)
         with self.loss.context():
             # Modules have phases of their own in these two; the rest is the loss.
@@ -124,13 +123,20 @@ class DirectExecutor:
         return losses.detach().view(-1)
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, *, further: bool = False) -> Tensor:
+        """As in ``Executor``; with ``further``, multi-token prediction is computed too."""
+        later = self._later(batch) if further else None
         with self.loss.context():
-            return self._losses(local_positions_of(batch, self.positions), None)
+            losses = self._losses(local_positions_of(batch, self.positions), later)
+        return losses if later is None else losses[0]
 
     def score(self, batch: Batch) -> Tensor:
         with self.loss.scoring():
             return self.forward(batch)
+
+    def _later(self, batch: Batch) -> Batch | None:
+        # Shifted before the sequence is split: the next position may be another rank's.
+        return local_positions_of(shift_by_one(batch), self.positions) if self.mtp.depth else None
 
     def _losses(self, batch: Batch, later: Batch | None) -> Tensor:
         """The loss, a scalar; with ``later`` both losses of multi-token prediction, [2]."""

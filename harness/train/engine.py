@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -20,7 +21,7 @@ from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
-from harness.parallelism.execute import Executor, computes_loss, set_length
+from harness.parallelism.execute import DirectExecutor, Executor, computes_loss, set_length
 from harness.parallelism.expert import THOUSANDTHS
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh, stage_group
@@ -147,6 +148,7 @@ class Engine:
             valid_tokens=int(valid_tokens),
             source_tokens=list(map(int, source_tokens)),
             local_weight=denominator / local_tokens if reports_loss else None,
+            batch=batch,
             stop_requested=stops > 0,
             beside=beside,
         )
@@ -272,16 +274,9 @@ class Engine:
 
     def evaluate(self, batch: AnyBatch) -> list[LossSum]:
         """Return the loss of one global batch, and of a mixture that of each source; no gradients."""
-        self._scale_weights()
-        self._set_length(batch.shape[1])
-        self.loss.denominator = 1.0
-        loss = torch.zeros((), device=self.device)
         batch = place(batch, self.device)
         with self.sources.recorded(batch) as row_losses:
-            for piece in split_batch(batch, self.job.local_batch_size):
-                loss = loss + self.executor.forward(piece)
-        for part in self.parts:
-            reshard(part)  # without a backward pass FSDP leaves some modules gathered
+            loss = self.forward(batch)
         losses: list[Tensor | float] = [loss, *self.sources.losses(batch, row_losses)]
         tokens = [count_valid(batch), *self.sources.tokens(batch)]
         if not self.has_loss:
@@ -292,6 +287,28 @@ class Engine:
         total = self.world_sum([*losses, *tokens])
         sums = zip(total[: len(tokens)], total[len(tokens) :], strict=True)
         return [LossSum(*pair) for pair in sums]
+
+    def forward(self, batch: AnyBatch, *, further: bool = False) -> Tensor:
+        """Return this rank's share of the loss of one global batch, without gradients.
+
+        Args:
+            further: also run multi-token prediction, whose loss is no part of it.
+        """
+        self._scale_weights()
+        self._set_length(batch.shape[1])
+        self.loss.denominator = 1.0
+        loss = torch.zeros((), device=self.device)
+        run = self.executor.forward
+        if further and self.job.model.mtp.depth:
+            assert isinstance(self.executor, DirectExecutor), (
+                "a stage has no multi-token prediction"
+            )
+            run = partial(self.executor.forward, further=True)
+        for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
+            loss = loss + run(piece)
+        for part in self.parts:
+            reshard(part)  # without a backward pass FSDP leaves some modules gathered
+        return loss
 
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""

@@ -23,6 +23,10 @@ class HostCopy:
         self._values = values.to(HOST, non_blocking=True)
         self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
+    @property
+    def is_made(self) -> bool:
+        return self._copied is None or self._copied.query()
+
     def read(self) -> Tensor:
         """Return the copy; waits for it, but not for work queued later."""
         if self._copied is not None:
@@ -48,6 +52,7 @@ class StepOutcome:
         source_tokens: the same for each source of a mixture.
         local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks
             that compute no loss.
+        batch: this rank's rows of the global batch, on the device.
         stop_requested: whether any rank was asked to stop.
         beside: sums of the values that were summed beside these.
     """
@@ -63,11 +68,13 @@ class StepOutcome:
         valid_tokens: int,
         source_tokens: Sequence[int],
         local_weight: float | None,
+        batch: AnyBatch,
         stop_requested: bool,
         beside: Sequence[float] = (),
     ) -> None:
         self.tokens = tokens
         self.valid_tokens = valid_tokens
+        self.batch = batch
         self.stop_requested = stop_requested
         self.beside = beside
         self.source_tokens = source_tokens

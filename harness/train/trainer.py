@@ -210,8 +210,9 @@ class Trainer:
         if self.saver.is_staging:
             with self.timer.section("checkpoint"):
                 self.saver.wait_for_staging()
-        for each in self.observers:
-            each.before_update(number, outcome)
+        with self.compiler.expecting():  # what observers compile
+            for each in self.observers:
+                each.before_update(number, outcome)
         self.engine.update(outcome.norm)
         if number == self.progress.start_step + 1:
             self.saver.check_optimizer()

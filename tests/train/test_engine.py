@@ -129,7 +129,7 @@ def test_a_sum_that_is_not_finite_makes_the_step_so(sums):
     tensors = torch.tensor(1.0), torch.zeros(1), torch.zeros(0)
     for of_step, is_finite in (((4.0, 1.0), True), (sums, False)):
         values = torch.tensor(of_step, dtype=torch.float64)
-        outcome = StepOutcome(values, *tensors, stop_requested=False, **counts)
+        outcome = StepOutcome(values, *tensors, batch=None, stop_requested=False, **counts)
         assert outcome.is_finite is is_finite
 
 
