@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from harness.compose.length import check_length_of_scale, with_length
 from harness.config.cluster import count_gpus
-from harness.config.data_kinds import DATA_KINDS
+from harness.config.data_kinds import DATA_KINDS, check_sets
 from harness.config.fields import check_rules
 from harness.config.job import Job
 from harness.config.optimizer import EIGHT_BIT
@@ -74,6 +74,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
         model=model,
         cluster=job.cluster.resolve(),
         data=job.data.resolve(),
+        validation=job.validation.resolve(),
         metrics=job.metrics.resolve(),
         parallelism=layout,
         training=job.training.resolve(
@@ -126,6 +127,7 @@ def _check_parts(job: Job) -> None:
     job.activation_checkpoint.validate(job.compile)
     check_chunked_loss(job)
     job.data.validate()
+    check_sets(job.data, job.validation.sets)
     if job.feeds_model:
         check_batches(job)
         objective_of(job.model).check(job)
@@ -140,7 +142,7 @@ def _check_parts(job: Job) -> None:
     if job.cluster.device == "cpu":
         job.checkpoint.refuse_pinned_memory("cluster.device=cpu")
         job.profiling.refuse_snapshots("cluster.device=cpu")
-    if job.validation.interval:
+    if job.validation.interval and not job.validation.sets:
         job.data.require_validation()
     job.evaluation.validate(job.data, job.training.seq_len)
     job.debug.validate(job.parallelism.tp, job.compile.blocks)
@@ -152,7 +154,7 @@ FLEX_HEAD = 16
 
 
 def check_tokenizer(job: Job) -> None:
-    kinds = sorted(kind for kind in job.data.kinds if DATA_KINDS[kind].source)
+    kinds = sorted(kind for kind in job.kinds_of_data if DATA_KINDS[kind].source)
     if job.tokenizer.kind == "none" and kinds:
         rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
         raise ConfigError(
@@ -357,13 +359,13 @@ def check_attention(job: Job) -> None:
         if not job.data.attend_across_documents:
             rule = f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only"
             works = (
-                "" if _has_conversations(job) else "true, or "
+                "" if _has_conversations(job.kinds_of_data) else "true, or "
             ) + "parallelism.cp_method=ulysses"
             raise ConfigError("data.attend_across_documents", False, rule, works)
 
 
-def _has_conversations(job: Job) -> bool:
-    return any(DATA_KINDS[kind].has_whole for kind in job.data.kinds)
+def _has_conversations(kinds: set[str]) -> bool:
+    return any(DATA_KINDS[kind].has_whole for kind in kinds)
 
 
 def check_conversations(job: Job) -> None:
@@ -371,9 +373,10 @@ def check_conversations(job: Job) -> None:
 
     Rotations are relative.
     """
-    if not _has_conversations(job):
+    if not _has_conversations(job.kinds_of_data):
         return
-    if job.schedule.seq_len:
+    # Validation sets have the full length.
+    if job.schedule.seq_len and _has_conversations(job.data.kinds):
         rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"
         raise ConfigError("schedule.seq_len", job.schedule.seq_len, rule, "[]")
     attention = job.model.attention
@@ -452,8 +455,18 @@ def check_optimizer_groups(job: Job) -> None:
 
 def check_batches(job: Job) -> None:
     wanted = architecture_of(job.model).batches
-    for kind in sorted(job.data.kinds - {"mixture"}):
+    kind_of = f"model={job.model.name} is a {job.model.architecture}"
+    if job.validation.sets and wanted != "tokens":
+        rule = f"{kind_of}, whose validation reads no sets"
+        raise ConfigError(
+            "validation.sets", ",".join(job.validation.sets), rule, "validation.sets={}"
+        )
+    kinds = [("data.kind", kind) for kind in sorted(job.data.kinds - {"mixture"})]
+    kinds += [
+        (f"validation.sets.{name}.kind", own.kind) for name, own in job.validation.sets.items()
+    ]
+    for field, kind in kinds:
         if DATA_KINDS[kind].batches != wanted:
             works = [name for name in DATA_KINDS if DATA_KINDS[name].batches == wanted]
-            rule = f"model={job.model.name} is a {job.model.architecture}, which does not train on this data"
-            raise ConfigError("data.kind", kind, rule, works)
+            rule = f"{kind_of}, which does not train on this data"
+            raise ConfigError(field, kind, rule, works)

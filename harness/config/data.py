@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from harness.config.data_kinds import (
     DATA_KINDS,
@@ -141,7 +141,7 @@ class DataConfig:
     """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
     `harness tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
 
-    def resolve(self) -> DataConfig:
+    def resolve(self) -> Self:
         """Return the data with the defaults of its options, also those of a mixture's sources."""
         options = DATA_KINDS.resolve_options(self.kind, self.options)
         sources = {}
@@ -222,6 +222,15 @@ class DataConfig:
     def source_names(self) -> list[str]:
         """Names of a mixture's sources; the index of a source is its position here."""
         return sorted(self.sources)
+
+
+@dataclass(frozen=True)
+class ValidationSet(DataConfig):
+    """Data of which all documents are held out: those of ``paths``, or of ``split``."""
+
+    @property
+    def holds_out(self) -> bool:
+        return True
 
 
 TIKTOKEN = Switch("tokenizer.kind", on="tiktoken")

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.config.registry import TOKEN_FORMATS, Choices, Registry
 from harness.util.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from harness.config.data import DataConfig
+    from harness.config.data import DataConfig, ValidationSet
 
+Own = TypeVar("Own", bound="DataConfig")
 TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
 FORMATS = Choices(lambda: chain(TEXT_FORMATS, TOKEN_FORMATS))
 MIXTURE_FIELDS = ("kind", "sources", "weights", "epochs", "weight_changes")
@@ -32,9 +33,18 @@ SHARED = (
     "tokenize_limit_gib",
 )
 """Fields that are set once for all sources. Each source has its own values of the others."""
+NOT_OF_SETS = (
+    *MIXTURE_FIELDS[1:],
+    "validation_paths",
+    "validation_split",
+    "validation_fraction",
+    "shuffle",
+)
+"""Fields without effect on a validation set, which is one source, has no other split, and keeps its order."""
 STEP = "step"
 """In a change of weights, the key that does not name a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
+_OF_FILES = re.compile(r"\bdata\.(?=(paths|format|text_field|messages_field)\b)")
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
 
 
@@ -239,22 +249,12 @@ def check_mixture(data: DataConfig) -> None:
     """Raise ConfigError for sources or weights that contradict each other."""
     if not data.sources:
         raise ConfigError("data.sources", "{}", "data.kind=mixture needs named sources", _EXAMPLE)
-    for name in data.source_names:
-        if not _NAME.fullmatch(name) or name == STEP:
-            rule = f"a name has letters, digits, _ and -, begins with a letter, and is not {STEP}"
-            raise ConfigError("data.sources", name, rule, "web")
-        source = data.sources[name]
-        field = f"data.sources.{name}"
-        if source.kind == "mixture":
-            rule = "a source is not a mixture itself"
-            raise ConfigError(f"{field}.kind", "mixture", rule, "its sources beside the others")
+    _check_named("data.sources", data.sources)
+    for name, source in data.sources.items():
         if source.kind in DATA_KINDS and DATA_KINDS[source.kind].batches != "tokens":
             rule = "samples of a mixture are tokens"
-            raise ConfigError(f"{field}.kind", source.kind, rule, "data.kind without a mixture")
-        for shared, value in _given(source).items():
-            if shared in SHARED:
-                rule = "is set once, for all sources"
-                raise ConfigError(f"{field}.{shared}", value, rule, f"data.{shared}")
+            works = "data.kind without a mixture"
+            raise ConfigError(f"data.sources.{name}.kind", source.kind, rule, works)
     for name, value in _given(data).items():
         if name not in (*MIXTURE_FIELDS, *SHARED):
             rule = "is a field of each source"
@@ -265,10 +265,51 @@ def check_mixture(data: DataConfig) -> None:
     _check_weights(data)
 
 
+def check_sets(data: DataConfig, sets: Mapping[str, ValidationSet]) -> None:
+    """Raise ConfigError for validation sets that contradict themselves or the job's data."""
+    _check_named("validation.sets", sets)
+    for name, own in sets.items():
+        if name in data.sources:
+            rule = (
+                f"is one of data.sources too, and validation_loss.{name} would be the loss of both"
+            )
+            raise ConfigError("validation.sets", name, rule, f"{name}_set")
+        for field, value in _given(own).items():
+            if field in NOT_OF_SETS:
+                rule = (
+                    "has no effect: a set is one source, of which all documents are read in order"
+                )
+                works = "leave it out"
+                raise ConfigError(f"validation.sets.{name}.{field}", value, rule, works)
+        with errors_of_set(name):
+            with_shared(data, own).validate()
+
+
+def _check_named(place: str, configs: Mapping[str, DataConfig]) -> None:
+    """Check the names of sources or sets, and the fields that none of them may have."""
+    for name, config in sorted(configs.items()):
+        if not _NAME.fullmatch(name) or name == STEP:
+            rule = f"a name has letters, digits, _ and -, begins with a letter, and is not {STEP}"
+            raise ConfigError(place, name, rule, "web")
+        field = f"{place}.{name}"
+        if config.kind == "mixture":
+            rule = "cannot be a mixture itself"
+            raise ConfigError(f"{field}.kind", "mixture", rule, "its sources beside the others")
+        for shared, value in _given(config).items():
+            if shared in SHARED:
+                rule = f"is set once, for all of {place}"
+                raise ConfigError(f"{field}.{shared}", value, rule, f"data.{shared}")
+
+
 def source_config(data: DataConfig, name: str) -> DataConfig:
     """Return the config of a source, with the fields that all sources share."""
+    return with_shared(data, data.sources[name])
+
+
+def with_shared(data: DataConfig, own: Own) -> Own:
+    """Return the config of a source or a set with the fields that are set once, in ``data``."""
     shared = {field: getattr(data, field) for field in SHARED}
-    return dataclasses.replace(data.sources[name], **shared)
+    return dataclasses.replace(own, **shared)
 
 
 def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManager[None]]]:
@@ -278,21 +319,31 @@ def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManage
     return [(source_config(data, name), errors_of_source(name)) for name in data.source_names]
 
 
-@contextmanager
-def errors_of_source(name: str) -> Iterator[None]:
+def errors_of_source(name: str) -> AbstractContextManager[None]:
     """Context manager that names the source in errors, and its fields: ``data.sources.<name>.paths``."""
-    source = f"data.sources.{name}"
-    # Fields that all sources share keep their names.
+    return errors_of(f"data.sources.{name}")
+
+
+def errors_of_set(name: str) -> AbstractContextManager[None]:
+    """The same for a validation set: ``validation.sets.<name>.paths``."""
+    return errors_of(f"validation.sets.{name}")
+
+
+@contextmanager
+def errors_of(place: str) -> Iterator[None]:
+    """Context manager that names a source or a set in errors, and its fields: ``<place>.paths``."""
+    # Fields that are set once keep their names.
     own_field = re.compile(rf"\bdata\.(?!{'|'.join(SHARED)})")
     try:
         yield
     except ConfigError as error:
-        field = own_field.sub(f"{source}.", error.field)
+        field = own_field.sub(f"{place}.", error.field)
         # ``data=`` chooses a file of conf/data for the whole job; a source has only its kind.
-        works = own_field.sub(f"{source}.", error.works.replace("data=", "data.kind="))
-        raise ConfigError(field, error.value, f"{source}: {error.rule}", works) from error
+        works = own_field.sub(f"{place}.", error.works.replace("data=", "data.kind="))
+        raise ConfigError(field, error.value, f"{place}: {error.rule}", works) from error
     except DataError as error:
-        raise DataError(f"{source}: {error}") from error
+        message = _OF_FILES.sub(f"{place}.", str(error))
+        raise DataError(f"{place}: {message}") from error
 
 
 def weights_by_step(

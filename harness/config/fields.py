@@ -11,6 +11,7 @@ dataclass. Three roles (law 2 of docs/architecture.md):
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import inspect
@@ -20,6 +21,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -206,7 +208,8 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any]]:
     """Return ``(dotted name, field, value)`` of every leaf field of a config dataclass, in order.
 
-    Dataclasses in a mapping come in the order of their names.
+    Dataclasses in a mapping come in the order of their names. In a mapping that is a label, all
+    fields are labels, with its ``needs``.
     """
     found: list[tuple[str, dataclasses.Field[Any], Any]] = []
     owner: type = type(config)
@@ -218,10 +221,20 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
             found += leaf_fields(value, name + ".")
         elif isinstance(value, dict) and inner_classes(owner)[field.name] is not None:
             for key in sorted(value):
-                found += leaf_fields(value[key], f"{name}.{key}.")
+                inner = leaf_fields(value[key], f"{name}.{key}.")
+                if field.metadata["role"] == LABEL:
+                    inner = [(leaf, _with_rule(of, field), each) for leaf, of, each in inner]
+                found += inner
         else:
             found.append((name, field, value))
     return found
+
+
+def _with_rule(field: dataclasses.Field[Any], of: dataclasses.Field[Any]) -> dataclasses.Field[Any]:
+    """Return a field with the role of another, and its rule beside the own one."""
+    changed = copy.copy(field)
+    changed.metadata = MappingProxyType({**field.metadata, **of.metadata})
+    return changed
 
 
 # Cached: a search checks thousands of jobs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,7 +13,8 @@ from typing import Any, ClassVar, Self
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.component import Component, digest_of, without_folders
-from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig, ValidationSet
+from harness.config.data_kinds import errors_of_set, sources_of, with_shared
 from harness.config.fields import (
     EXECUTION,
     LONGEST_NAME,
@@ -157,6 +159,25 @@ class Job:
     def accumulation_steps(self) -> int:
         """Forward and backward passes per optimizer step; with schedule.batch_size, in the last phase."""
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
+
+    @property
+    def validation_sets(self) -> dict[str, ValidationSet]:
+        """The validation sets that are read, by name, with the fields that they share with ``data``."""
+        sets = self.validation.sets if self.validation.interval else {}
+        return {name: with_shared(self.data, sets[name]) for name in sorted(sets)}
+
+    @property
+    def inputs(self) -> list[tuple[DataConfig, AbstractContextManager[None]]]:
+        """All data that the job reads, each with a context manager that names its fields in errors."""
+        inputs = sources_of(self.data)
+        for name, own in self.validation_sets.items():
+            inputs.append((own, errors_of_set(name)))
+        return inputs
+
+    @property
+    def kinds_of_data(self) -> set[str]:
+        """The kinds of all data that the job reads, a mixture's included."""
+        return self.data.kinds | {own.kind for own in self.validation_sets.values()}
 
     def compiles(self, *, on_gpu: bool) -> bool:
         """Whether steps call the compiler.

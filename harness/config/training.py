@@ -9,7 +9,8 @@ from decimal import Decimal, InvalidOperation
 from importlib.metadata import entry_points
 from typing import Any
 
-from harness.config.data import DataConfig
+from harness.config.data import DataConfig, ValidationSet
+from harness.config.data_kinds import errors_of_set
 from harness.config.fields import LARGEST_INTEGER, Switch, execution, label, numerics
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError, divisors
@@ -297,8 +298,20 @@ class ValidationConfig:
     """Steps between validations (one more after the last step); 0 means none."""
     steps: int = label(10, least=1, needs=VALIDATION)
     """Global batches per validation."""
+    sets: dict[str, ValidationSet] = label(factory=dict, needs=VALIDATION)
+    """More held-out documents by name, each set with the fields of ``data``, such as
+    `{code: {kind: local, paths: [code/*.txt]}}`. A set is read whole, and has the column
+    ``validation_loss.NAME``. With sets, ``data`` itself need not hold out documents."""
     options: dict[str, Any] = label(factory=dict)
     """Options of validation, for an architecture that another package has added."""
+
+    def resolve(self) -> ValidationConfig:
+        """Return validation with the defaults of the options of its sets."""
+        sets = {}
+        for name, own in self.sets.items():
+            with errors_of_set(name):
+                sets[name] = own.resolve()
+        return replace(self, sets=sets)
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,23 @@ It stands above the files of the kinds (``config/data_kinds.py`` names their fun
 """
 
 import dataclasses
+from contextlib import AbstractContextManager
 from fractions import Fraction
 
 from harness.config.data import DataConfig
-from harness.config.data_kinds import DATA_KINDS, errors_of_source, source_config, weights_by_step
+from harness.config.data_kinds import (
+    DATA_KINDS,
+    errors_of_source,
+    source_config,
+    sources_of,
+    weights_by_step,
+)
 from harness.config.registry import load_attribute
 from harness.config.training import Sizes
 from harness.data.loader import Loader, SampleLoader
 from harness.data.mixture import Shares, SourceOrder
 from harness.data.samples import Reading
-from harness.data.token_files import holds_out
+from harness.data.token_files import holds_out as corpora_hold_out
 from harness.data.tokenizer import check_vocab_size
 
 
@@ -43,7 +50,10 @@ def load_mixture(reading: Reading) -> Loader:
     validating = reading.split == "validation"
     if validating:
         data.require_validation()
-    names = [name for name in data.source_names if not validating or _holds_out(data, name)]
+    names = data.source_names
+    if validating:
+        held_out = zip(names, sources_of(data), strict=True)
+        names = [name for name, source in held_out if _holds_out(*source)]
     names = names or data.source_names[:1]  # whose error says so
     loaders: dict[str, SampleLoader] = {}
     for name in names:
@@ -72,9 +82,13 @@ def load_mixture(reading: Reading) -> Loader:
     return mixture
 
 
-def _holds_out(data: DataConfig, name: str) -> bool:
-    source = data.sources[name]
+def holds_out(data: DataConfig) -> bool:
+    """Whether there are samples for validation; reads the manifests of corpora."""
+    return any(_holds_out(*source) for source in sources_of(data))
+
+
+def _holds_out(source: DataConfig, errors: AbstractContextManager[None]) -> bool:
     if not (source.holds_out and source.may_be_corpus):
         return source.holds_out
-    with errors_of_source(name):
-        return holds_out(source)
+    with errors:
+        return corpora_hold_out(source)

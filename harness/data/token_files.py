@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from harness.config.data import DataConfig
+from harness.config.data import DataConfig, ValidationSet
 from harness.config.registry import TOKEN_FORMATS
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
 from harness.data.documents import expand
@@ -51,7 +51,7 @@ def open_token_files(reading: Reading) -> Tokens:
     split = reading.split
     is_builder = reading.is_builder
     field, patterns = data.files_of(split)
-    is_separate = field == "validation_paths"
+    is_separate = field == "validation_paths" or isinstance(data, ValidationSet)
     files, format = find_token_files(patterns, field, data.format)
     typed = [each for each, reader in token_formats().items() if reader.needs_dtype]
     if data.dtype is not None and format not in typed:

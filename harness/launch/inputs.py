@@ -11,7 +11,7 @@ from typing import Any
 from harness.checkpoint.catalog import is_url
 from harness.compose.length import note
 from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
-from harness.config.data_kinds import DATA_KINDS, sources_of
+from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.registry import load_attribute
 from harness.config.training import OBSERVERS
@@ -38,7 +38,7 @@ def require_inputs(job: Job) -> None:
     def is_missing(field: str, path: str) -> bool:
         return not os.path.exists(path) and is_seen(field, path)
 
-    for data, errors in sources_of(job.data):
+    for data, errors in job.inputs:
         with errors:
             named = DATA_KINDS[data.kind].folders
             for name, folder in (load_attribute(named)(data) if named else {}).items():
@@ -99,7 +99,7 @@ def require_vocabulary(job: Job) -> None:
         from harness.data.tokenizer import read_tokenizer
 
         read_tokenizer(job.tokenizer.file)
-    kinds = [DATA_KINDS[kind] for kind in job.data.kinds]
+    kinds = [DATA_KINDS[kind] for kind in job.kinds_of_data]
     if any(kind.has_vocabulary and kind.batches == "tokens" for kind in kinds):
         from harness.data.corpus import check_tokenizer, read_manifest
         from harness.data.documents import tokenizer_of
@@ -110,7 +110,7 @@ def require_vocabulary(job: Job) -> None:
         if tokenizer.has_file and not tokenizer.file.is_file():
             return
         check_vocab_size(_built(tokenizer).vocab_size, job.model.vocab_size)
-        for source, errors in sources_of(job.data):
+        for source, errors in job.inputs:
             with errors:
                 if DATA_KINDS[source.kind].tokenizer:
                     tokenizer_of(source, _built(tokenizer))
@@ -132,7 +132,7 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
     """
     if not job.cluster.is_here and not _is_visible(os.path.expanduser(job.data.cache_dir)):
         return
-    for data, errors in sources_of(job.data):
+    for data, errors in job.inputs:
         source = repr((data, job.tokenizer, job.validation.interval > 0))
         if DATA_KINDS[data.kind].source and data.reads_files and source not in (passed or ()):
             with errors:

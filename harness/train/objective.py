@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from harness.config.data_kinds import errors_of_set
 from harness.config.registry import Registry, resolve_options
 from harness.metrics.columns import Metric
 
@@ -152,6 +153,15 @@ def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train")
     return objective_of(job.model).build_loader(
         job, tokenizer, rows, split, wait_for_all=_wait_for_all, is_builder=local_rank() == 0
     )
+
+
+def validation_loaders(job: Job, tokenizer: Tokenizer, rows: range) -> dict[str, Loader]:
+    """Return a loader of the given rows of each validation set, by name."""
+    loaders = {}
+    for name, own in job.validation_sets.items():
+        with errors_of_set(name):
+            loaders[name] = loader_of(replace(job, data=own), tokenizer, rows, "validation")
+    return loaders
 
 
 _ARRIVED = "tokens are there"

@@ -105,8 +105,8 @@ _RESULT = (
     Metric(
         "validation_loss.*",
         "nats/token",
-        "The same for a source, of this attempt.",
-        "`data=mixture`",
+        "The same for a source or a set, of this attempt.",
+        "`data=mixture` or `validation.sets`",
     ),
     Metric(
         "evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"

@@ -25,7 +25,7 @@ from tokenizer_files import write_sentencepiece
 import harness.data.cache as cache
 import harness.util.store as store
 from harness.compose.composer import compose_job
-from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig, ValidationSet
 from harness.data.cache import open_documents
 from harness.data.corpus import CorpusWriter, open_shards, read_manifest
 from harness.data.tokenizer import build_tokenizer
@@ -320,6 +320,9 @@ def test_a_corpus_that_does_not_fit_and_several_of_them():
         loader(tokens_of("plain"), split="validation")
     own = read(tokens_of("corpus"), "validation")
     assert_equal(read(tokens_of("corpus", "plain"), "validation"), own)
+    whole = ValidationSet("tokens", paths=["corpus"])
+    both = tokens_of("plain", validation_paths=["corpus"])
+    assert_equal(read(whole, "validation"), read(both, "validation"), "a set has both splits")
     sources = {name: tokens_of(name) for name in ("corpus", "plain")}
     mixture = DataConfig("mixture", sources=sources, weights={"corpus": 1.0, "plain": 1.0})
     assert_equal([step[:2] for step in read(mixture, "validation")], own)

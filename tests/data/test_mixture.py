@@ -151,7 +151,9 @@ def test_validation_takes_equally_many_samples_of_every_source():
 
 def test_mistakes_in_files_name_the_source():
     missing = mixture(sources={"web": DataConfig(paths=["web/*.md"])}, weights={"web": 1.0})
-    with one_line(DataError, r"data.sources.web: no file matches data.paths=\[web/\*.md\]"):
+    with one_line(
+        DataError, r"^data.sources.web: no file matches data.sources.web.paths=\[web/\*.md\]"
+    ):
         loader(missing)
     says = r"data.sources.code.validation_fraction=0.0: .* no documents are held out"
     with one_line(ConfigError, says):
@@ -188,7 +190,10 @@ def test_errors_of_a_source_name_its_fields():
             ConfigError("data.prefetch", 0, "too few"),
             r"data\.prefetch=0: data\.sources\.web: too few",
         ),
-        (DataError("data.jsonl, line 3: bad"), r"data\.sources\.web: data\.jsonl, line 3: bad"),
+        (
+            DataError("data.jsonl, line 3: bad; set data.text_field"),
+            r"data\.sources\.web: data\.jsonl, line 3: bad; set data\.sources\.web\.text_field",
+        ),
     ):
         with pytest.raises(type(error), match=f"^{said}$"), errors_of_source("web"):
             raise error

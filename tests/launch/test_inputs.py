@@ -40,6 +40,7 @@ MIXTURE = (
     "tokenizer=bytes",
 )
 LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
+SETS = ("data=synthetic", "tokenizer=bytes", "validation.interval=1")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
         LOCAL data.paths=[{here}/nope/**/*.txt]                             data.paths=.*no file matches
         LOCAL data.paths=[{here}/a.txt] data.validation_paths=[{here}/b]    data.validation_paths=
         MIXTURE data.sources.b={kind:tokens,paths:[{here}/nope]}            data.sources.b.paths=.*no file
+        SETS validation.sets.a.paths=[{here}/nope]                          validation.sets.a.paths=.*no file
         tokenizer.kind=huggingface tokenizer.path={here}/nope.json          tokenizer.path=.*no such file
         checkpoint.initial_load_path={here}/nope                            checkpoint.init.*no such folder
         LOCAL data.paths=[{here}/nope.txt,{here}/a.*]                       ''
@@ -64,7 +66,7 @@ LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
 def test_what_is_missing(tmp_path, capsys, typed, says):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "prefix.idx").touch()
-    common = {"LOCAL": LOCAL, "MIXTURE": MIXTURE}
+    common = {"LOCAL": LOCAL, "MIXTURE": MIXTURE, "SETS": SETS}
     words = [word for each in typed.split(" ") for word in common.get(each, [each])]
     with one_line(ConfigError, says) if says else nullcontext():
         require(*(each.replace("{here}", str(tmp_path)) for each in words))
@@ -117,6 +119,11 @@ ALONE = ("data.attend_across_documents=false", "tokenizer=bytes")
             (*MIXTURE, "data.sources.b={paths: [{here}/a.jsonl]}"),
             r"data\.sources\.b: data\.paths=.*: harness tokenize with .* then "
             r"data\.sources\.b\.kind=tokens 'data\.sources\.b\.paths=.*, or data\.tokenize_limit_gib=null",
+        ),
+        (
+            (*SETS, "validation.sets.b={paths: [{here}/a.jsonl]}"),
+            r"validation\.sets\.b: data\.paths=.*: harness tokenize with .* then "
+            r"validation\.sets\.b\.kind=tokens 'validation\.sets\.b\.paths=.*, or data\.tokenize_limit",
         ),
         (
             ("data=mixture", f"data.sources.b={CHAT}", "data.weights.b=1", *ALONE),

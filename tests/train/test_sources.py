@@ -146,6 +146,32 @@ def test_rows_have_the_metrics_of_sources(tmp_path):
     assert [result[f"tokens.{name}"] for name in ("few", "late", "most")] == [256, 512, 768]
 
 
+JSON = "['{stdlib}/json/*.py']"
+SETS = f"validation.sets={{json: {{kind: local, paths: {JSON}}}, drawn: {{kind: synthetic}}}}"
+
+
+def test_a_set_has_the_loss_of_all_its_documents(tmp_path):
+    """It is that of validation files, whatever the data are, and no part of the job's identity."""
+    same = ("training.steps=2", "optimizer.lr=0", "model.vocab_size=258", "validation.steps=2")
+    same = (*SMALL, *same, f"data.cache_dir={tmp_path / 'cache'}", "validation.interval=2")
+    files = ("data=local_text", f"data.paths={JSON}", "data.validation_fraction=0")
+    held_out = jobs.train(tmp_path, *same, *files, f"data.validation_paths={JSON}")
+    expected = held_out.folder.row["validation_loss"]
+    mixed = jobs.train(tmp_path, *same, *MIXTURE, SETS)
+    # The data hold out nothing.
+    alone = jobs.train(tmp_path, *same, *files, SETS)
+    assert mixed.job.id == jobs.tiny("model.n_layers=1", *same, *MIXTURE).id
+    for run in (mixed, alone):
+        losses = [row for row in run.rows if "validation_loss.json" in row]
+        assert [row["step"] for row in losses] == [2]
+        for values in (losses[0], run.folder.row):
+            assert values["validation_loss.json"] == expected
+            assert values["validation_loss.drawn"] not in (None, expected)
+    assert mixed.folder.row["validation_loss"] not in (None, expected)
+    assert not any("validation_loss" in row for row in alone.rows)
+    assert alone.folder.row["validation_loss"] is None
+
+
 STREAM = (
     *(
         *SMALL,

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from harness.data.kinds import holds_out
+from harness.data.loader import Loader
 from harness.metrics.columns import Metric
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.memory import MEMORY, allocator, peak_memory_gib
 from harness.train.engine import Engine
+from harness.train.objective import validation_loaders
 from harness.train.observer import Observer, Periodic, Row, Run
 from harness.train.setup import device_name
-from harness.train.step import add_up
+from harness.train.step import LossSum, add_up
 from harness.util.hardware import node_name
 
 
@@ -43,37 +46,54 @@ class Validation(Periodic):
         Metric(
             "validation_loss.*",
             "nats/token",
-            "The same for a source.",
-            "`data=mixture`, validation",
+            "The same for a source or a set.",
+            "`data=mixture` or `validation.sets`, validation",
             line="validation_loss.{rest} {:.5g}",
         ),
     )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.job.validation.interval)
-        self._loader = run.validation_loader
+        job = run.job
+        self._sets = validation_loaders(job, run.tokenizer, run.engine.rows)
+        has_own = not self._sets or holds_out(job.data)
+        self._own = run.validation_loader if has_own else None
 
     def start(self) -> None:
-        if self._loader.note:
-            self.run.message(self._loader.note)
+        if self._own is not None and self._own.note:
+            self.run.message(self._own.note)
+        for name, loader in self._sets.items():
+            if loader.note:
+                self.run.message(f"{name}: {loader.note}")
 
     def act(self, step: int) -> Row:
-        engine = self.run.engine
         progress = self.run.progress
-        loader = self._loader
+        own: Row = {}
+        parts: dict[str, float] = {}
+        if self._own is not None:
+            total, *by_source = self._sums(self._own)
+            progress.validation_loss = total.mean
+            own["validation_loss"] = total.mean
+            names = self.run.engine.sources.names
+            found = zip(names, by_source, strict=True)
+            parts = {name: each.mean for name, each in found if each.tokens}
+        for name, loader in self._sets.items():
+            [total] = self._sums(loader)
+            parts[name] = total.mean
+        progress.source_validation = {f"validation_loss.{name}": parts[name] for name in parts}
+        return {**own, **progress.source_validation}
+
+    def _sums(self, loader: Loader) -> list[LossSum]:
+        """Sums of the first batches of a loader, and of a mixture those of each source."""
         loader.reset()
         batches = (loader.next() for _ in range(self.run.job.validation.steps))
-        total, *by_source = add_up([engine.evaluate(batch) for batch in batches])
-        progress.validation_loss = total.mean
-        progress.source_validation = {
-            f"validation_loss.{name}": found.mean
-            for name, found in zip(engine.sources.names, by_source, strict=True)
-            if found.tokens
-        }
-        return {"validation_loss": progress.validation_loss, **progress.source_validation}
+        return add_up([self.run.engine.evaluate(batch) for batch in batches])
 
     def close(self, error: BaseException | None) -> None:
-        self._loader.close()
+        if self._own is not None:
+            self._own.close()
+        for loader in self._sets.values():
+            loader.close()
 
 
 FOLDER = "metrics"
