@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics.columns import Metric
@@ -103,6 +104,12 @@ _RESULT = (
         in_summary=True,
     ),
     Metric(
+        "best_validation_loss",
+        "nats/token",
+        "Lowest loss of validation so far, over all attempts; null without one.",
+    ),
+    Metric("best_validation_step", "count", "Step of that validation."),
+    Metric(
         "validation_loss.*",
         "nats/token",
         "The same for a source or a set, of this attempt.",
@@ -143,7 +150,16 @@ _RESULT = (
 )
 
 
-_KEPT = ("step", "tokens", "loss", "validation_loss", "skipped_steps", "train_seconds")
+_KEPT = (
+    "step",
+    "tokens",
+    "loss",
+    "validation_loss",
+    "best_validation_loss",
+    "best_validation_step",
+    "skipped_steps",
+    "train_seconds",
+)
 
 
 @dataclass
@@ -155,6 +171,8 @@ class Progress:
     tokens: int = 0
     loss: float | None = None
     validation_loss: float | None = None
+    best_validation_loss: float | None = None
+    best_validation_step: int | None = None
     source_validation: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
@@ -169,6 +187,14 @@ class Progress:
     def saved(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps: those of the run, not those of this process."""
         return {name: getattr(self, name) for name in _KEPT}
+
+    def note_validation(self, loss: float) -> None:
+        """Take note of a validation after this step; a loss that is not finite is never the best."""
+        self.validation_loss = loss
+        best = self.best_validation_loss
+        if isfinite(loss) and (best is None or loss < best):
+            self.best_validation_loss = loss
+            self.best_validation_step = self.step
 
     def resume(self, saved: dict[str, Any]) -> None:
         """Continue from the values of ``saved``; an empty dict starts from the beginning."""

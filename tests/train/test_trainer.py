@@ -24,6 +24,7 @@ from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.objective import Objective
+from harness.train.rows import Progress
 from harness.train.step import LATE_STEPS
 from harness.train.trainer import Trainer
 from harness.util.errors import EXIT_NON_FINITE, DataError, NonFiniteError
@@ -92,6 +93,21 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path):
     valid = torch.cat([batch.labels_BT for batch in batches]) != IGNORE_INDEX
     losses = torch.cat([jobs.plain_losses(done.job, batch) for batch in batches])
     assert validations[2] == pytest.approx(float(losses[valid].mean()), rel=1e-6)
+    best = done.folder.row["best_validation_loss"], done.folder.row["best_validation_step"]
+    assert best == (validations[2], 2)
+
+
+def test_the_best_validation_is_that_of_all_attempts():
+    """A loss that is not finite is never the best."""
+    before = Progress()
+    for before.step, loss in ((1, float("nan")), (2, 3.0), (3, 4.0)):
+        before.note_validation(loss)
+    after = Progress()
+    after.resume(json.loads(json.dumps(before.saved())))
+    assert (after.best_validation_loss, after.best_validation_step) == (3.0, 2)
+    after.step = 4
+    after.note_validation(2.0)
+    assert (after.best_validation_loss, after.best_validation_step) == (2.0, 4)
 
 
 @pytest.fixture

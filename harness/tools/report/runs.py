@@ -45,6 +45,7 @@ _OF_RUNS = (
     Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
     Column(f"torchtitan.{RATE}", "torchtitan, tokens/s/rank", ",.1f"),
     Column("loss", "loss", ".4f"),
+    Column("best_validation_loss", "lowest validation loss", ".4f"),
 )
 _STATES = (
     Column("state", "state"),

@@ -72,7 +72,7 @@ class Validation(Periodic):
         parts: dict[str, float] = {}
         if self._own is not None:
             total, *by_source = self._sums(self._own)
-            progress.validation_loss = total.mean
+            progress.note_validation(total.mean)
             own["validation_loss"] = total.mean
             names = self.run.engine.sources.names
             found = zip(names, by_source, strict=True)
