@@ -283,7 +283,7 @@ class MoEConfig:
     """Coefficient of log(Z)^2 of each layer's router, where Z is the sum of a token's exponentiated logits
     (ST-MoE, arXiv:2202.08906, equation 5: 1e-3). It is a mean over the tokens of a sequence, then over
     the sequences of the global batch. It changes gradients and is not part of the logged loss. 0: none."""
-    aux_loss_coeff: float = numerics(0.0, least=0)
+    aux_loss_coeff: float = numerics(0.0, least=0, needs=EXPERTS)
     """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
     of the global batch. It changes gradients and is not part of the logged loss. 0: no auxiliary
     loss."""
