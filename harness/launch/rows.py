@@ -33,6 +33,7 @@ from harness.launch.sweep.folder import (
     typed_overrides,
 )
 from harness.metrics.mfu import mfu
+from harness.metrics.tensor_file import read_tensors
 from harness.run.folder import RunFolder, run_folders
 from harness.run.result import newest
 from harness.util.encoding import flatten, parse_object
@@ -157,6 +158,25 @@ def completed(row: Row) -> Row:
 def fastest_first(rows: Iterable[Row]) -> list[Row]:
     """Sort rows by measured throughput per rank, fastest first; rows without one come last."""
     return sorted(rows, key=lambda row: -(row.get("measured.tokens_per_second_per_rank") or 0.0))
+
+
+def of_tensors(run_dir: Path) -> list[Row]:
+    """Return a row for each recorded step and tensor of a run: the input of a data frame.
+
+    A row has ``step``, ``tensor``, its elements as ``size``, and the numbers that were recorded: of
+    ``metrics.tensors=norms`` ``gradient``, ``weight`` and ``update``. ``read_tensors`` in
+    ``harness/metrics/tensor_file.py`` has the same numbers as one array.
+
+    Raises:
+        UserError: the run has written none.
+    """
+    records = read_tensors(run_dir)
+    rows = []
+    for step, numbers in zip(records.steps.tolist(), records.data.tolist(), strict=True):
+        for name, size, *own in zip(records.names, records.sizes, *numbers, strict=True):
+            known = dict(zip(records.values, own, strict=True))
+            rows.append({"step": step, "tensor": name, "size": size, **known})
+    return rows
 
 
 def job_of(row: Row) -> Job | None:

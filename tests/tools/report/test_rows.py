@@ -7,16 +7,27 @@ import shlex
 import shutil
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 from gpu_cases import report_rows
 from made import DEVICE, leave_run, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
 from harness.launch.listing import rows_of, table_of
-from harness.launch.rows import KEPT, job_of, keep, load, of_points, read_kept, shortened
+from harness.launch.rows import (
+    KEPT,
+    job_of,
+    keep,
+    load,
+    of_points,
+    of_tensors,
+    read_kept,
+    shortened,
+)
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.folder import SweepFolder, command_of
 from harness.metrics.slow_ranks import SlowRank
+from harness.metrics.tensor_file import TensorFile
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
 from harness.tools.report.listing import list_runs
@@ -240,3 +251,17 @@ def test_differing_models_are_summarized(tmp_path):
     assert isinstance(table, Table)
     text = table.notes[0]
     assert text.startswith("The numerics of runs differ (model.") and len(text) < 200
+
+
+def test_numbers_of_tensors_are_rows(tmp_path):
+    file = TensorFile(tmp_path, ["gradient", "weight"], ["head", "tail"], [6, 2], start_step=0)
+    for step in (1, 5):
+        file.write(step, np.array([[0.5, step], [2.0, 3.0]]))
+    file.close()
+    head, tail = {"tensor": "head", "size": 6}, {"tensor": "tail", "size": 2}
+    assert of_tensors(tmp_path) == [
+        {"step": 1, **head, "gradient": 0.5, "weight": 2.0},
+        {"step": 1, **tail, "gradient": 1.0, "weight": 3.0},
+        {"step": 5, **head, "gradient": 0.5, "weight": 2.0},
+        {"step": 5, **tail, "gradient": 5.0, "weight": 3.0},
+    ]
