@@ -289,7 +289,7 @@ class Engine:
         return [LossSum(*pair) for pair in sums]
 
     def forward(self, batch: AnyBatch, *, further: bool = False) -> Tensor:
-        """Return this rank's share of the loss of one global batch, without gradients.
+        """Return this rank's share of the loss of one global batch, without gradients; those there are stay.
 
         Args:
             further: also run multi-token prediction, whose loss is no part of it.
@@ -297,6 +297,8 @@ class Engine:
         self._scale_weights()
         self._set_length(batch.shape[1])
         self.loss.denominator = 1.0
+        # A pipeline deletes them when it changes to passes without them (torch 2.13, with FSDP).
+        gradients = [parameter.grad for parameter in self.parameters]
         loss = torch.zeros((), device=self.device)
         run = self.executor.forward
         if further and self.job.model.mtp.depth:
@@ -308,6 +310,8 @@ class Engine:
             loss = loss + run(piece)
         for part in self.parts:
             reshard(part)  # without a backward pass FSDP leaves some modules gathered
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
         return loss
 
     def score(self, batch: Batch) -> Tensor:
