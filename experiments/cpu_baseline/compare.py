@@ -112,6 +112,8 @@ def run_harness(layout: str, steps: int, *, compiled: bool) -> dict[str, Any]:
             *(["compile=on"] if compiled else []),
         ]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        # As on the other sides, a shell's own number of threads does not count.
+        environment.pop("OMP_NUM_THREADS", None)
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         [result] = Path(folder).glob("cpu_baseline/[0-9a-f]*/result.json")
         row = json.loads(result.read_text())
