@@ -163,9 +163,9 @@ def fastest_first(rows: Iterable[Row]) -> list[Row]:
 def of_tensors(run_dir: Path) -> list[Row]:
     """Return a row for each recorded step and tensor of a run: the input of a data frame.
 
-    A row has ``step``, ``tensor``, its elements as ``size``, and the numbers that were recorded: of
-    ``metrics.tensors=norms`` ``gradient``, ``weight`` and ``update``. ``read_tensors`` in
-    ``harness/metrics/tensor_file.py`` has the same numbers as one array.
+    A row has ``step``, ``tensor`` and the numbers that were recorded: of ``metrics.tensors=norms``
+    ``gradient``, ``weight`` and ``update``. ``read_tensors`` in ``harness/metrics/tensor_file.py``
+    has the same numbers as one array, and the number of elements of each tensor.
 
     Raises:
         UserError: the run has written none.
@@ -173,9 +173,9 @@ def of_tensors(run_dir: Path) -> list[Row]:
     records = read_tensors(run_dir)
     rows = []
     for step, numbers in zip(records.steps.tolist(), records.data.tolist(), strict=True):
-        for name, size, *own in zip(records.names, records.sizes, *numbers, strict=True):
+        for name, *own in zip(records.names, *numbers, strict=True):
             known = dict(zip(records.values, own, strict=True))
-            rows.append({"step": step, "tensor": name, "size": size, **known})
+            rows.append({"step": step, "tensor": name, **known})
     return rows
 
 

@@ -27,7 +27,6 @@ from harness.launch.rows import (
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.folder import SweepFolder, command_of
 from harness.metrics.slow_ranks import SlowRank
-from harness.metrics.tensor_file import TensorFile
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
 from harness.tools.report.listing import list_runs
@@ -254,14 +253,14 @@ def test_differing_models_are_summarized(tmp_path):
 
 
 def test_numbers_of_tensors_are_rows(tmp_path):
-    file = TensorFile(tmp_path, ["gradient", "weight"], ["head", "tail"], [6, 2], start_step=0)
-    for step in (1, 5):
-        file.write(step, np.array([[0.5, step], [2.0, 3.0]]))
-    file.close()
-    head, tail = {"tensor": "head", "size": 6}, {"tensor": "tail", "size": 2}
+    header = {"values": ["gradient", "weight"], "names": ["head", "tail"], "sizes": [6, 2]}
+    (tmp_path / "tensors.json").write_text(json.dumps(header))
+    record = [("step", "<i8"), ("data", "<f4", (2, 2))]
+    numbers = [(step, [[0.5, step], [2.0, 3.0]]) for step in (1, 5)]
+    np.array(numbers, record).tofile(tmp_path / "tensors.bin")
     assert of_tensors(tmp_path) == [
-        {"step": 1, **head, "gradient": 0.5, "weight": 2.0},
-        {"step": 1, **tail, "gradient": 1.0, "weight": 3.0},
-        {"step": 5, **head, "gradient": 0.5, "weight": 2.0},
-        {"step": 5, **tail, "gradient": 5.0, "weight": 3.0},
+        {"step": 1, "tensor": "head", "gradient": 0.5, "weight": 2.0},
+        {"step": 1, "tensor": "tail", "gradient": 1.0, "weight": 3.0},
+        {"step": 5, "tensor": "head", "gradient": 0.5, "weight": 2.0},
+        {"step": 5, "tensor": "tail", "gradient": 5.0, "weight": 3.0},
     ]
