@@ -173,7 +173,7 @@ class Progress:
     validation_loss: float | None = None
     best_validation_loss: float | None = None
     best_validation_step: int | None = None
-    source_validation: dict[str, float] = field(default_factory=dict)
+    validation_of_parts: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
     train_seconds: float = 0.0
@@ -276,7 +276,7 @@ def result_row(trainer: Trainer) -> Row:
         "resumed_from": trainer.resumed_from,
         "saved": trainer.is_saved,
         "checkpoint": asdict(trainer.saver.account),
-        **progress.source_validation,
+        **progress.validation_of_parts,
         **progress.evaluation,
         **source_progress(trainer),
         "first_step_seconds": progress.first_step_seconds,

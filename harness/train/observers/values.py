@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.data.kinds import holds_out
-from harness.data.loader import Loader
 from harness.metrics.columns import Metric
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.memory import MEMORY, allocator, peak_memory_gib
@@ -15,7 +14,7 @@ from harness.train.engine import Engine
 from harness.train.objective import validation_loaders
 from harness.train.observer import Observer, Periodic, Row, Run
 from harness.train.setup import device_name
-from harness.train.step import LossSum, add_up
+from harness.train.step import add_up
 from harness.util.hardware import node_name
 
 
@@ -32,12 +31,15 @@ class Memory(Observer):
         return {"memory_gib": peak_memory_gib(device), **allocator(device)}
 
 
+LOSS = "validation_loss"
+
+
 class Validation(Periodic):
-    """Computes the loss of the first held-out batches."""
+    """Computes the loss of the first held-out batches, and of the first batches of each validation set."""
 
     metrics = (
         Metric(
-            "validation_loss",
+            LOSS,
             "nats/token",
             "Loss on held-out samples; a row of its own with `step`.",
             "validation",
@@ -54,45 +56,39 @@ class Validation(Periodic):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.job.validation.interval)
-        job = run.job
-        self._sets = validation_loaders(job, run.tokenizer, run.engine.rows)
-        has_own = not self._sets or holds_out(job.data)
-        self._own = run.validation_loader if has_own else None
+        sets = validation_loaders(run.job, run.tokenizer, run.engine.rows)
+        # By column.
+        self._loaders = {f"{LOSS}.{name}": loader for name, loader in sets.items()}
+        if not sets or holds_out(run.job.data):
+            self._loaders = {LOSS: run.validation_loader, **self._loaders}
 
     def start(self) -> None:
-        if self._own is not None and self._own.note:
-            self.run.message(self._own.note)
-        for name, loader in self._sets.items():
+        for column, loader in self._loaders.items():
             if loader.note:
-                self.run.message(f"{name}: {loader.note}")
+                self.run.message(f"{column}: {loader.note}")
 
     def act(self, step: int) -> Row:
+        engine = self.run.engine
         progress = self.run.progress
-        own: Row = {}
-        parts: dict[str, float] = {}
-        if self._own is not None:
-            total, *by_source = self._sums(self._own)
-            progress.note_validation(total.mean)
-            own["validation_loss"] = total.mean
-            names = self.run.engine.sources.names
-            found = zip(names, by_source, strict=True)
-            parts = {name: each.mean for name, each in found if each.tokens}
-        for name, loader in self._sets.items():
-            [total] = self._sums(loader)
-            parts[name] = total.mean
-        progress.source_validation = {f"validation_loss.{name}": parts[name] for name in parts}
-        return {**own, **progress.source_validation}
-
-    def _sums(self, loader: Loader) -> list[LossSum]:
-        """Sums of the first batches of a loader, and of a mixture those of each source."""
-        loader.reset()
-        batches = (loader.next() for _ in range(self.run.job.validation.steps))
-        return add_up([self.run.engine.evaluate(batch) for batch in batches])
+        losses: dict[str, float] = {}
+        for column, loader in self._loaders.items():
+            loader.reset()
+            batches = (loader.next() for _ in range(self.run.job.validation.steps))
+            total, *by_source = add_up([engine.evaluate(batch) for batch in batches])
+            losses[column] = total.mean
+            # A set has no sources.
+            for name, found in zip(engine.sources.names, by_source, strict=False):
+                if found.tokens:
+                    losses[f"{column}.{name}"] = found.mean
+        if LOSS in losses:
+            progress.note_validation(losses[LOSS])
+        progress.validation_of_parts = {
+            column: loss for column, loss in losses.items() if column != LOSS
+        }
+        return losses
 
     def close(self, error: BaseException | None) -> None:
-        if self._own is not None:
-            self._own.close()
-        for loader in self._sets.values():
+        for loader in self._loaders.values():
             loader.close()
 
 
