@@ -33,7 +33,7 @@ from harness.parallelism import (
     tensor_styles,
 )
 from harness.parallelism.balance import Balance
-from harness.train import engine, tensor_norms
+from harness.train import engine, probe, tensor_norms, watch
 from harness.train.engine import Engine
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -200,6 +200,36 @@ def norms_without_an_uneven_end():
         ]
 
     return patch.object(tensor_norms.TensorNorms, "_shards", shards)
+
+
+def statistics_of_own_stage():
+    """Statistics of activations are not summed over the ranks."""
+    alone = SimpleNamespace(all_reduce=lambda *_: None, ReduceOp=dist.ReduceOp)
+    return patch.object(probe, "dist", alone)
+
+
+def statistics_of_one_share():
+    """A stream that is split is taken for a whole one: the first tensor-parallel rank's positions count."""
+    original = watch.Watch._see
+
+    def see(self, place, x_BTC):
+        if self._mesh.rank("tp") == 0:
+            original(self, place, x_BTC)
+
+    return patch.object(watch.Watch, "_see", see)
+
+
+def tokens_of_one_share():
+    """Entropies of all tensor-parallel ranks are divided by the tokens of one."""
+    original = watch.Watch._route
+
+    def route(self, place, router, inputs):
+        before = self.sums[-1, place].clone()
+        original(self, place, router, inputs)
+        if self._mesh.rank("tp"):
+            self.sums[-1, place] = before
+
+    return patch.object(watch.Watch, "_route", route)
 
 
 def initialised_by_shard():

@@ -28,13 +28,16 @@ from harness.data.batch import AnyBatch
 from harness.data.loader import Loader
 from harness.data.tokenizer import build_tokenizer
 from harness.model.architecture import architecture_of
+from harness.model.decoder import Decoder
 from harness.model.moe import Routing
 from harness.model.spec import BALANCE_BIAS
 from harness.optimizer.build import EMA
 from harness.parallelism.context import local_positions
 from harness.precision.swap import plain
+from harness.tools.parity.formats import lowest_format
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
+from harness.train.probe import STATISTICS, Probe
 from harness.train.setup import set_up_process
 from harness.train.step import StepOutcome
 from harness.train.tensor_norms import NORMS, TensorNorms
@@ -48,6 +51,7 @@ SHARE = "share of "
 NORM = "gradient norm"
 UPDATE = "update of "
 NORM_OF = "norm of "
+STATISTIC = "statistic "
 AVERAGE = "average of "
 AFTER = " after the step"
 VALIDATION = "validation loss"
@@ -117,6 +121,26 @@ def values_of(engine: Engine, outcome: StepOutcome, *, whole: bool = True) -> di
     return values
 
 
+def statistics_of(engine: Engine, outcome: StepOutcome) -> dict[str, Tensor]:
+    """Statistics of the step's activations, of all ranks, by the words that name them.
+
+    There are none in lower formats, where the order of sums changes them by more than most errors.
+    """
+    if lowest_format(engine.job) != "float32" or not isinstance(engine.parts[0], Decoder):
+        return {}
+    probe = Probe(engine)
+    seen = probe(outcome.batch)
+    found = {}
+    for what, row in zip(STATISTICS[:-1], seen.statistics, strict=False):
+        for name, value in zip(probe.names, row, strict=True):
+            # What the one process has not, the layouts need not have.
+            if engine.job.world_size > 1 or not value.isnan():
+                found[f"{STATISTIC}{what} of {name}"] = value
+    for name, heads in zip(probe.names[1:], seen.max_logits, strict=True):
+        found[f"{STATISTIC}{STATISTICS[-1]} of {name}"] = heads
+    return found
+
+
 def update(engine: Engine, outcome: StepOutcome) -> dict[str, float]:
     """Update the weights; return the norms of all tensors, of all ranks, by the words that name them."""
     norms = TensorNorms(engine)
@@ -173,6 +197,8 @@ def tolerance_of(what: str, tolerances: tuple[float, float]) -> float:
         return tolerances[0]
     if what == TOKENS or what.startswith("loads of ") or what.endswith(AFTER):
         return 0.0
+    if what.startswith(STATISTIC):
+        return tolerances[1] * NORM_TOLERANCE
     if what.startswith(NORM_OF):
         return tolerances[1] * (1 if UPDATE in what else NORM_TOLERANCE)
     return tolerances[1] * (UPDATE_TOLERANCE if what.startswith((UPDATE, AVERAGE)) else 1)
@@ -211,6 +237,7 @@ def record(job_json: str, step: int) -> Record:
     values: dict[str, Any] = {f"value of {name}": weights[name] for name in weights}
     values |= {f"output of {name}": torch.cat(each) for name, each in calls.items()}
     values |= values_of(engine, outcome)
+    values |= statistics_of(engine, outcome)
     values |= update(engine, outcome)
     values |= results_of(engine, weights, loader.next())
     rows = batch.shape[0]

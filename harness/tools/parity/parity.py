@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from harness.compose.composer import Composer
 from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
-from harness.config.fields import NUMERICS, label, leaves, part, with_value
+from harness.config.fields import label, part, with_value
 from harness.config.job import Job, differing_numerics
 from harness.config.optimizer import EIGHT_BIT
 from harness.config.parallelism import ParallelismConfig
 from harness.config.training import ActivationCheckpointConfig, CompileConfig
 from harness.launch.inputs import require_vocabulary
 from harness.metrics.console import progress
+from harness.tools.parity.formats import formats_of, lowest_format
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.words import plural
@@ -110,7 +111,8 @@ class Verdict:
     gradient: float
     worst_parameter: str
     norm: float
-    """That of the gradient norm, of one gradient's part of it, or of the norm of a tensor."""
+    """That of the gradient norm, of one gradient's part of it, of the norm of a tensor, or of a statistic of
+    activations."""
     passed: bool
     wrong_step: int = 0
     """The first step with a value that differs, from 0."""
@@ -129,6 +131,7 @@ def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
         results_of,
         resume,
         start,
+        statistics_of,
         update,
         values_of,
         weights_of,
@@ -144,6 +147,7 @@ def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
         is_whole = step in (0, steps - 1)
         found.append(values_of(engine, outcome, whole=is_whole))
         if is_whole:
+            found[-1] |= statistics_of(engine, outcome)
             found[-1] |= update(engine, outcome)
         else:
             engine.update(outcome.norm)
@@ -166,6 +170,7 @@ def compare(
         NORM,
         NORM_OF,
         SHARE,
+        STATISTIC,
         difference,
         largest,
         tolerance_of,
@@ -182,7 +187,7 @@ def compare(
                 wrong.setdefault(what, step)
     gradients = {what: off for what, off in offs.items() if what.startswith(GRADIENT)}
     # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
-    shares = [what for what in offs if what.startswith((SHARE, NORM_OF))]
+    shares = [what for what in offs if what.startswith((SHARE, NORM_OF, STATISTIC))]
     worst = max(gradients, key=lambda what: (math.isnan(offs[what]), offs[what]))
     if wrong and worst not in wrong:
         worst = next(iter(wrong))
@@ -267,21 +272,6 @@ class LayoutComparer:
                 1, trace, alone.to_json(), self.config.steps
             )
         return self.references[alone.id]
-
-
-def formats_of(job: Job) -> dict[str, Any]:
-    """Formats in which a job computes, by field; those of data and checkpoints are not among them."""
-    return {n: value for n, role, value in leaves(job) if role == NUMERICS and n.endswith("_dtype")}
-
-
-def lowest_format(job: Job) -> str:
-    """The least exact format in which a job computes, also where only its optimizer or reductions do."""
-    if job.precision.linear != "none":
-        return job.precision.linear
-    for name in (EIGHT_BIT, "bfloat16"):
-        if name in formats_of(job).values():
-            return name
-    return "float32"
 
 
 def in_float32(job: Job) -> Job:

@@ -12,12 +12,12 @@ from planted import PlantedPool, router_gradients_too_large
 from harness.compose.composer import Composer
 from harness.config.fields import NUMERICS, leaves
 from harness.tools.parity import random_jobs as compositions
+from harness.tools.parity.formats import lowest_format
 from harness.tools.parity.parity import (
     LayoutComparer,
     ParityConfig,
     ParityJob,
     comparisons,
-    lowest_format,
 )
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import UserError
