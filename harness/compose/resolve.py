@@ -17,6 +17,7 @@ from harness.config.optimizer import EIGHT_BIT
 from harness.config.texts import validate_texts
 from harness.config.training import BACKENDS, ScaleConfig
 from harness.model.architecture import architecture_of, resolve_model
+from harness.model.decoder_architecture import DecoderArchitecture
 from harness.model.spec import tensors
 from harness.train.objective import objective_of
 from harness.util.errors import ConfigError, as_typed, divisors
@@ -131,6 +132,10 @@ def _check_parts(job: Job) -> None:
     if job.feeds_model:
         check_batches(job)
         objective_of(job.model).check(job)
+    architecture = architecture_of(job.model)
+    if job.metrics.activations and not isinstance(architecture, DecoderArchitecture):
+        rule = f"looks at blocks of a decoder, and model.architecture is {job.model.architecture}"
+        raise ConfigError("metrics.activations", True, rule, "false")
     job.tokenizer.validate()
     check_tokenizer(job)
     job.optimizer.validate(job.precision.master_dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +43,7 @@ _SWITCHES = ("wandb", "tensorboard")
 
 WANDB = Switch("metrics.wandb")
 PROFILING = Switch("profiling.enable")
-OF_TENSORS = Switch("metrics.tensors", "metrics.tensors=norms", is_on=lambda value: value != OFF)
+OF_RECORDS = Switch("metrics.tensors", "metrics.tensors=norms", reads="metrics.records")
 tracing_label = functools.partial(label, needs=PROFILING)
 
 
@@ -63,9 +62,14 @@ class MetricsConfig:
     """norms: write the 2-norms of every tensor's gradient (before clipping), weight and update, the same on
     every layout, into ``tensors.bin``; `harness report` draws them by layer and step. off: nothing.
     It takes the memory of a second copy of this rank's weights during the update."""
-    tensors_interval: int = label(100, least=1, needs=OF_TENSORS)
-    """Optimizer steps between two records of metrics.tensors: a multiple of metrics.log_interval. The first
-    and the last step have one too."""
+    activations: bool = label(False)
+    """Write statistics of the residual stream after every block (root mean square, largest value,
+    kurtosis), the entropy of every router and the largest score of every attention, the same on every
+    layout, into ``activations.bin``; `harness report` draws them by layer and step. A step with a
+    record computes its forward pass once more, without the compiler."""
+    tensors_interval: int = label(100, least=1, needs=OF_RECORDS)
+    """Optimizer steps between two records of metrics.tensors and metrics.activations. The first and the last
+    step have one too."""
     console: str = label("plain", choices=CONSOLES)
     """plain: a line for each row; none: nothing."""
     wandb: bool = label(False)
@@ -85,12 +89,8 @@ class MetricsConfig:
         """Return the config with the defaults of the views' options.
 
         Raises:
-            ConfigError: no such view, or no such option of it; records of steps without a row.
+            ConfigError: no such view, or no such option of it.
         """
-        if self.tensors != OFF and self.tensors_interval % self.log_interval:
-            rule = f"must be a multiple of metrics.log_interval={self.log_interval}"
-            above = math.ceil(self.tensors_interval / self.log_interval) * self.log_interval
-            raise ConfigError("metrics.tensors_interval", self.tensors_interval, rule, str(above))
         views = {}
         for name, options in self.views.items():
             field = f"metrics.views.{name}"
@@ -105,6 +105,11 @@ class MetricsConfig:
                 )
             views[name] = resolve_options(options, VIEWS[name].options, field, f"the view {name}")
         return replace(self, views=views)
+
+    @property
+    def records(self) -> bool:
+        """Whether steps have records."""
+        return self.tensors != OFF or self.activations
 
     @property
     def shown(self) -> dict[str, dict[str, Any]]:

@@ -146,6 +146,7 @@ OBSERVERS: Registry[Any] = Registry(
         "flight_recorder": "harness.train.observers.flight_recorder:FlightRecorder",
         "nan_watch": "harness.train.non_finite:NanWatch",
         "tensor_values": "harness.train.observers.tensor_values:TensorValues",
+        "activation_values": "harness.train.observers.tensor_values:ActivationValues",
         "memory": "harness.train.observers.values:Memory",
         "validation": "harness.train.observers.values:Validation",
         "evaluation": "harness.tools.inference.scoring:EvaluationInLoop",

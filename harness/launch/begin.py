@@ -24,7 +24,8 @@ PER_ATTEMPT = (
     "slow_ranks.json",
 )
 # An attempt that resumes appends to these.
-PER_CURVE = (METRICS, "tensors.bin", "tensors.json", EVALUATIONS, "metrics", "tensorboard")
+RECORDS = ("tensors.bin", "tensors.json", "activations.bin", "activations.json")
+PER_CURVE = (METRICS, *RECORDS, EVALUATIONS, "metrics", "tensorboard")
 
 
 def begin(
@@ -97,7 +98,7 @@ def _archive_earlier_attempt(folder: RunFolder, job: Job, names: tuple[str, ...]
         path.rename(target / path.name)
     if resumes and job.checkpoint.load_step >= 0:
         # Keep copies: rows after load_step are cut off, and the new attempt may not repeat them.
-        for name in (METRICS, "tensors.bin", "tensors.json"):
+        for name in (METRICS, *RECORDS):
             if (folder.path / name).exists():
                 shutil.copy2(folder.path / name, target)
 

@@ -33,7 +33,7 @@ from harness.launch.sweep.folder import (
     typed_overrides,
 )
 from harness.metrics.mfu import mfu
-from harness.metrics.tensor_file import read_tensors
+from harness.metrics.tensor_file import TENSORS, read_tensors
 from harness.run.folder import RunFolder, run_folders
 from harness.run.result import newest
 from harness.util.encoding import flatten, parse_object
@@ -160,22 +160,23 @@ def fastest_first(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: -(row.get("measured.tokens_per_second_per_rank") or 0.0))
 
 
-def of_tensors(run_dir: Path) -> list[Row]:
+def of_tensors(run_dir: Path, name: str = TENSORS) -> list[Row]:
     """Return a row for each recorded step and tensor of a run: the input of a data frame.
 
     A row has ``step``, ``tensor`` and the numbers that were recorded: of ``metrics.tensors=norms``
-    ``gradient``, ``weight`` and ``update``. ``read_tensors`` in ``harness/metrics/tensor_file.py``
+    ``gradient``, ``weight`` and ``update``; with ``activations`` as the name, statistics of blocks.
+    ``read_tensors`` in ``harness/metrics/tensor_file.py``
     has the same numbers as one array, and the number of elements of each tensor.
 
     Raises:
         UserError: the run has written none.
     """
-    records = read_tensors(run_dir)
+    records = read_tensors(run_dir, name)
     rows = []
     for step, numbers in zip(records.steps.tolist(), records.data.tolist(), strict=True):
-        for name, *own in zip(records.names, *numbers, strict=True):
+        for tensor, *own in zip(records.names, *numbers, strict=True):
             known = dict(zip(records.values, own, strict=True))
-            rows.append({"step": step, "tensor": name, **known})
+            rows.append({"step": step, "tensor": tensor, **known})
     return rows
 
 

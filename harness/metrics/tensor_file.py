@@ -1,8 +1,8 @@
-"""``tensors.bin``: numbers of every tensor of a model at some steps, in records of one size.
+"""``tensors.bin``: numbers of every tensor of a model at some steps, in records of one size; others like it.
 
 ``tensors.json`` says what is in a record: the step (int64), then for each of ``values`` a float32 for each of
-``names``. A plot reads a whole run at once, and a thousand columns in metrics.jsonl would slow everything
-else down. Imports no torch.
+``names``. ``activations.bin`` has numbers of every block. A plot reads a whole run at once, and a thousand
+columns in metrics.jsonl would slow everything else down. Imports no torch.
 """
 
 import json
@@ -16,8 +16,10 @@ from harness.util.encoding import parse_object
 from harness.util.errors import UserError
 from harness.util.files import write_atomically
 
-DATA = "tensors.bin"
-HEADER = "tensors.json"
+TENSORS = "tensors"
+ACTIVATIONS = "activations"
+"""Names of files, without their ends."""
+SWITCHES = {TENSORS: "metrics.tensors=norms", ACTIVATIONS: "metrics.activations=true"}
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class TensorRecords:
 
     Attributes:
         values: the words that name what was measured.
-        names: the model's tensors, in its order.
-        sizes: elements of each tensor.
+        names: the model's tensors, or its blocks, in its order; NaN is what one does not have.
+        sizes: elements of each tensor; of blocks none.
         steps: int64 [records].
         data: float32 [records, values, names].
     """
@@ -45,29 +47,37 @@ class TensorFile:
     Args:
         folder: the run folder.
         start_step: records of later steps are dropped, because the run writes them again.
+        name: TENSORS or ACTIVATIONS.
 
     Raises:
         UserError: the file that is there has other numbers or tensors.
     """
 
     def __init__(
-        self, folder: Path, values: list[str], names: list[str], sizes: list[int], start_step: int
+        self,
+        folder: Path,
+        values: list[str],
+        names: list[str],
+        sizes: list[int],
+        start_step: int,
+        name: str = TENSORS,
     ) -> None:
         self._record = _record(values, names)
         header = {"values": values, "names": names, "sizes": sizes}
         kept = b""
-        if (folder / HEADER).exists():
-            found = read_tensors(folder)
+        described, data = files_of(folder, name)
+        if described.exists():
+            found = read_tensors(folder, name)
             if (found.values, found.names) != (values, names):
                 raise UserError(
-                    f"{folder / HEADER}: has other numbers than this version writes; "
-                    f"would work: move it and {DATA} away"
+                    f"{described}: has other numbers than this version writes; "
+                    f"would work: move it and {data.name} away"
                 )
             is_kept = found.steps <= start_step
             kept = self._encode(found.steps[is_kept], found.data[is_kept])
-        write_atomically(folder / HEADER, json.dumps(header).encode() + b"\n")
-        write_atomically(folder / DATA, kept)
-        self._file = (folder / DATA).open("ab")
+        write_atomically(described, json.dumps(header).encode() + b"\n")
+        write_atomically(data, kept)
+        self._file = data.open("ab")
 
     def write(self, step: int, data: np.ndarray[Any, Any]) -> None:
         """Append the numbers [values, names] of a step."""
@@ -85,23 +95,29 @@ class TensorFile:
         return records.tobytes()
 
 
-def read_tensors(folder: Path) -> TensorRecords:
+def files_of(folder: Path, name: str = TENSORS) -> tuple[Path, Path]:
+    """Return the paths of the header and of the records."""
+    return folder / f"{name}.json", folder / f"{name}.bin"
+
+
+def read_tensors(folder: Path, name: str = TENSORS) -> TensorRecords:
     """Read what a run has written; a record that is being written is left out.
 
     Raises:
         UserError: the run has written no numbers of tensors, or the header is damaged.
     """
+    described, data = files_of(folder, name)
     try:
-        header = parse_object((folder / HEADER).read_bytes())
+        header = parse_object(described.read_bytes())
         record = _record(header["values"], header["names"])
-        content = (folder / DATA).read_bytes()
+        content = data.read_bytes()
     except (ValueError, KeyError) as error:
         raise UserError(
-            f"{folder / HEADER}: damaged: {error}; would work: move it and {DATA} away"
+            f"{described}: damaged: {error}; would work: move it and {data.name} away"
         ) from None
     except FileNotFoundError:
         raise UserError(
-            f"{folder}: has no {DATA}; would work: a run with metrics.tensors=norms"
+            f"{folder}: has no {data.name}; would work: a run with {SWITCHES[name]}"
         ) from None
     records = np.frombuffer(content, record, len(content) // record.itemsize)
     return TensorRecords(**header, steps=records["step"], data=records["data"])

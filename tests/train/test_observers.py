@@ -19,7 +19,7 @@ from processes import until
 
 from harness.config.training import OBSERVERS
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.tensor_file import read_tensors
+from harness.metrics.tensor_file import ACTIVATIONS, read_tensors
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.observer import Observer
@@ -37,7 +37,7 @@ SMALL = (
 ALL = (
     *("profiling=on", "profiling.interval=3", "profiling.warmup=1", "profiling.active=1"),
     *("profiling.phases=true", "debug.nan=true", "metrics.all_ranks=true"),
-    *("metrics.tensors=norms", "metrics.tensors_interval=3"),
+    *("metrics.tensors=norms", "metrics.tensors_interval=3", "metrics.activations=true"),
     *("validation.interval=3", "validation.steps=2", "evaluation.interval=2"),
 )
 
@@ -79,7 +79,7 @@ def test_a_run_has_the_same_numbers_without_observers(layout, documents, tmp_pat
     job = jobs.tiny(*SMALL, *documents, *ALL, *layout, f"runs_dir={tmp_path}/runs")
     watched = pool.run(job.world_size, numbers, job, str(tmp_path / "with"), True)
     alone = pool.run(job.world_size, numbers, job, str(tmp_path / "without"), False)
-    assert [count for _, count in watched] == [8 + bool(layout)] * job.world_size
+    assert [count for _, count in watched] == [9 + bool(layout)] * job.world_size
     assert [count for _, count in alone] == [0] * job.world_size
     assert [each for each, _ in watched] == [each for each, _ in alone]
     assert len(watched[0][0]) == 7
@@ -214,6 +214,28 @@ def test_norms_of_tensors_are_those_of_the_steps_and_continue(tmp_path):
         (again.folder.path / "tensors.json").write_bytes(content)
         with one_line(UserError, rule):
             read_tensors(again.folder.path)
+
+
+def test_activations_are_recorded_between_rows_and_continue(tmp_path):
+    """Steps without a row have records too, and nothing is compiled for them after the first step."""
+    overrides = (
+        *("training.steps=7", "checkpoint.interval=2", "checkpoint.keep_latest_k=0"),
+        *("metrics.activations=true", "metrics.tensors_interval=3", "metrics.log_interval=7"),
+        *("compile=on", "compile.backend=aot_eager", "model.mtp.depth=1"),
+    )
+    jobs.train(tmp_path, *overrides)
+    run = jobs.train(tmp_path, *overrides, "checkpoint.load_step=4")
+    assert run.folder.row["recompiles"] == 0
+    # With the present weights, so a step is what it was.
+    first = read_tensors(run.folder.path / "attempts" / "1", ACTIVATIONS)
+    found = read_tensors(run.folder.path, ACTIVATIONS)
+    assert first.steps.tolist() == [1, 3, 6, 7]
+    assert found.steps.tolist() == [1, 3, 5, 6, 7]
+    assert found.names == ["tok_embeddings", "layers.0", "mtp.block"]
+    assert np.array_equal(found.data[-2:], first.data[-2:], equal_nan=True)
+    assert np.isfinite(found.data[:, :3]).all() and np.isnan(found.data[:, 3]).all()
+    # A step with a record is left out of throughput.
+    assert run.rows[0]["profiled_steps"] == 1
 
 
 @pytest.mark.parametrize(("seconds", "late"), [(550.0, False), (601.0, True)])

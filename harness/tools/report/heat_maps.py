@@ -1,4 +1,4 @@
-"""Maps of layers and steps on the page of a report: gradients, weights and updates of ``metrics.tensors``."""
+"""Maps of layers and steps on the page of a report: of ``metrics.tensors`` and ``metrics.activations``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from harness.launch.rows import Row
-from harness.metrics.tensor_file import HEADER, TensorRecords, read_tensors
+from harness.metrics.tensor_file import (
+    ACTIVATIONS,
+    TENSORS,
+    TensorRecords,
+    files_of,
+    read_tensors,
+)
 from harness.util.document import Markup
 from harness.util.words import plural
 
@@ -25,19 +31,36 @@ _BOTTOM = 18
 _LAYER = re.compile(r"(.*layers\.\d+)\.")
 # A share of the cells at both ends that does not decide the colors.
 _OUTSIDE = 0.02
+_TITLES = {
+    "rms": "root mean square of the residual stream",
+    "largest": "largest absolute value of the residual stream",
+    "kurtosis": "kurtosis of the residual stream, 3 for a normal distribution",
+    "router_entropy": "mean entropy of routers, nats",
+    "max_logit": "largest score of attention before softmax",
+}
 
 Array = np.ndarray[Any, Any]
 
 
 def maps_of(rows: Sequence[Row]) -> Markup | None:
     """Return a part of a page with the maps of the first runs that have records; None: none has."""
-    found = [row for row in rows if row.get("run_dir") and (Path(row["run_dir"]) / HEADER).exists()]
+    found = []
+    for row in rows:
+        if not row.get("run_dir"):
+            continue
+        folder = Path(row["run_dir"])
+        names = [name for name in _MAPS if files_of(folder, name)[0].exists()]
+        if names:
+            found.append((row["point"] or row["name"], folder, names))
     parts = []
-    for row in found[:MOST_RUNS]:
-        records = read_tensors(Path(row["run_dir"]))
-        if len(records.steps):
-            parts.append(f"<h3>{html.escape(row['point'] or row['name'])}</h3>")
-            parts += [_svg(records.steps, *each) for each in _maps(records)]
+    for title, folder, names in found[:MOST_RUNS]:
+        drawn = []
+        for name in names:
+            records = read_tensors(folder, name)
+            if len(records.steps):
+                drawn += [_svg(records.steps, *each) for each in _MAPS[name](records)]
+        if drawn:
+            parts += [f"<h3>{html.escape(title)}</h3>", *drawn]
     if not parts:
         return None
     if len(found) > MOST_RUNS:
@@ -45,7 +68,19 @@ def maps_of(rows: Sequence[Row]) -> Markup | None:
     return Markup("\n".join(parts), "The maps of layers and steps are on the page.")
 
 
-def _maps(records: TensorRecords) -> list[tuple[str, list[str], Array]]:
+def _of_activations(records: TensorRecords) -> list[tuple[str, list[str], Array]]:
+    """Return the same as ``_of_tensors``: of each statistic a map of the places that have it."""
+    maps = []
+    for value, data in zip(records.values, np.moveaxis(records.data, 1, 0), strict=True):
+        # A place that has a stream, and not this.
+        lacks = np.isnan(data) & ~np.isnan(records.data[:, 0])
+        names = [name for name, left in zip(records.names, lacks.any(0), strict=True) if not left]
+        if names:
+            maps.append((_TITLES[value], names, data[:, ~lacks.any(0)]))
+    return maps
+
+
+def _of_tensors(records: TensorRecords) -> list[tuple[str, list[str], Array]]:
     """Return title, names of layers, and numbers [records, layers] of each map."""
     layers: dict[str, list[int]] = {}
     for place, name in enumerate(records.names):
@@ -66,6 +101,9 @@ def _maps(records: TensorRecords) -> list[tuple[str, list[str], Array]]:
         ("root mean square of weights", [*layers], weight),
         ("updates over weights, of their norms", [*layers], ratio),
     ]
+
+
+_MAPS = {TENSORS: _of_tensors, ACTIVATIONS: _of_activations}
 
 
 def _svg(steps: Array, title: str, layers: list[str], data: Array) -> str:

@@ -22,8 +22,9 @@ from harness.util.words import plural, shortened
 LONGEST_LIST = 110
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
-_OF_MAPS = """What `metrics.tensors=norms` has written (`tensors.bin`, read by \
-`harness.metrics.tensor_file.read_tensors`): a row for each layer, a column for each step."""
+_OF_MAPS = """What `metrics.tensors=norms` and `metrics.activations=true` have written (`tensors.bin` and \
+`activations.bin`, read by `harness.metrics.tensor_file.read_tensors`): a row for each layer, a column for \
+each step."""
 _OF_CURVES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
 mean. The lowest loss at the end is named first. Time is that of training, without validation and saving. \
 The pointer reads the nearest point."""

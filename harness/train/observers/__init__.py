@@ -15,6 +15,7 @@ def observers_of(job: Job) -> list[type[Observer]]:
         ("flight_recorder", job.world_size > 1 and job.debug.flight_recorder > 0),
         ("nan_watch", job.debug.nan),
         ("tensor_values", job.metrics.tensors != OFF),
+        ("activation_values", job.metrics.activations),
         ("memory", True),
         ("validation", job.validation.interval > 0),
         *((name, True) for name in objective_of(job.model).observers(job)),

@@ -12,7 +12,7 @@ from cases import rows
 from made import leave_run
 
 from harness.launch.rows import load
-from harness.metrics.tensor_file import TensorFile
+from harness.metrics.tensor_file import ACTIVATIONS, TensorFile
 from harness.tools.report.curves import curves_of, lowest_in_words, markup_of
 from harness.tools.report.heat_maps import maps_of
 from harness.tools.report.runs import report_runs
@@ -188,4 +188,13 @@ def test_layers_are_drawn_by_step(tmp_path):
     for cell in ("layers.0, step 1: 1.41", "tok_embeddings, step 2: 2", "layers.1, step 2: inf"):
         assert f"<title>{cell}</title>" in page
     assert page.count("#c24d00") == 2 and page.count("<svg") == 3
+    # Of activations a place without such a number has no row, and one that is not finite has.
+    blocks = TensorFile(tmp_path, ["rms", "max_logit"], ["entry", "layers.0"], [], 0, ACTIVATIONS)
+    blocks.write(1, np.array([[1.0, 2.0], [np.nan, 7.5]]))
+    blocks.write(2, np.array([[1.0, np.nan], [np.nan, np.nan]]))
+    blocks.close()
+    page = maps_of([{"run_dir": str(tmp_path), "point": "a"}]).html
+    assert page.count("<svg") == 5 and page.count("#c24d00") == 4
+    assert page.count("<title>layers.0, step 1: 7.5</title>") == 1
+    assert page.count("<title>entry, ") == 2
     assert maps_of([{"run_dir": str(tmp_path / "other"), "point": "without"}]) is None
