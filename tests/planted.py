@@ -21,6 +21,7 @@ from harness.data.batch import IGNORE_INDEX, count_valid
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts, Router
+from harness.optimizer import qk_clip
 from harness.optimizer.base import local
 from harness.parallelism import (
     context,
@@ -418,6 +419,16 @@ def unclipped_stage():
             original(*arguments)
 
     return patch.object(engine, "clip_gradients", clip)
+
+
+def clipped_as_first_heads():
+    """QK-clip takes the rows of each shard for those of the first heads."""
+    original = qk_clip.local_ranges
+
+    def local_ranges(parameter):
+        return [range(len(each)) for each in original(parameter)]
+
+    return patch.object(qk_clip, "local_ranges", local_ranges)
 
 
 def average_of_earlier_weights():

@@ -290,6 +290,7 @@ CAPTURED: tuple[tuple[str, list[Any], str], ...] = (
         ["auto", "fused"],
         "the host computes factors of other updates",
     ),
+    ("optimizer.qk_clip", [None], "the host starts another pass to measure logits"),
     ("debug.nan", [False], "the host looks at every output"),
     ("debug.anomaly", [False], "the host looks at every gradient"),
     ("profiling.phases", [False], "the host times phases"),
@@ -452,6 +453,10 @@ def check_optimizer_groups(job: Job) -> None:
         from harness.optimizer.settings import check_groups
 
         check_groups(job.optimizer, tensors(job.model))
+    if job.optimizer.qk_clip is not None:
+        from harness.optimizer.settings import check_qk_clip
+
+        check_qk_clip(job.optimizer, job.model)
     if job.model.mup.base_dim is not None:
         from harness.optimizer.settings import check_mup
 

@@ -109,6 +109,7 @@ MUON = Switch("optimizer.kind", "optimizer=muon", lambda kinds: "muon" in kinds,
 muon_numerics = functools.partial(numerics, needs=MUON)
 BETAS = Switch("optimizer.kind", "optimizer=adamw", reads="optimizer.has_betas")
 EPS = Switch("optimizer.kind", "optimizer=adamw", reads="optimizer.has_eps")
+QK_CLIP = Switch("optimizer.qk_clip", "optimizer.qk_clip=100", lambda tau: tau is not None)
 DECAY = Switch("schedule.decay_ratio", "schedule=wsd", lambda ratio: ratio != 0)
 
 
@@ -183,6 +184,14 @@ class OptimizerConfig:
     """Decay per step of an exponential moving average of the weights, in float32; 0: none. It is saved with
     the optimizer's state. ``ema=true`` makes harness generate and harness evaluate use it, and
     ``convert.ema=true`` exports it."""
+    qk_clip: float | None = numerics(None, above=0, id_omits_default=True)
+    """QK-clip (Kimi K2, arXiv:2507.20534, section 2.1), with any optimizer: a head of attention whose largest
+    logit in the step's batch exceeds this, for example 100, gets queries and keys scaled by it over
+    that logit, after the update. null: none. Logits are measured by one more forward pass over the
+    batch, without gradients: about a third of the products of a step."""
+    qk_clip_interval: int = numerics(1, least=1, needs=QK_CLIP, id_omits_default=True)
+    """Steps between two clips, each of which costs that forward pass. Logits grow slowly: 10 costs about 3 %
+    of a step's products in place of a third."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a kind that another package has added."""
     state_dtype: str | None = numerics(None, choices=(*STATE_DTYPES, EIGHT_BIT))

@@ -23,6 +23,7 @@ from harness.model.spec import TensorSpec
 from harness.optimizer.base import CombinedOptimizer, local, parts_of
 from harness.optimizer.elementwise import Lion, RoundedAdamW
 from harness.optimizer.muon import Muon
+from harness.optimizer.qk_clip import QKClip
 from harness.optimizer.settings import TensorSettings, tensor_settings
 from harness.precision.swap import plain
 
@@ -34,11 +35,13 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
     specs: Mapping[str, TensorSpec],
     ranks: dist.ProcessGroup | None = None,
+    qk_clip: QKClip | None = None,
 ) -> torch.optim.Optimizer:
     """One optimizer for all parameters, with a parameter group for each ``tensor_settings``.
 
     Args:
         ranks: the ranks that hold shards of these parameters; None for one rank.
+        qk_clip: what clips logits of attention after each step; the average has the clipped weights.
     """
     by_settings: dict[TensorSettings, list[Tensor]] = {}
     for name, parameter in named_parameters:
@@ -65,6 +68,8 @@ def build_optimizer(
         typed = [] if options is None else [options(**given)]
         built[kind] = load_attribute(KINDS[kind].build)(config, groups, ranks, *typed)
     optimizer = next(iter(built.values())) if len(built) == 1 else CombinedOptimizer(built)
+    if qk_clip is not None:
+        optimizer.register_step_post_hook(qk_clip.after_step)
     if config.ema_decay:
         keep_average(optimizer, config.ema_decay)
     return optimizer

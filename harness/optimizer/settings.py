@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config.fields import check_rules, from_dict, numerics
+from harness.config.model import ModelConfig
 from harness.config.optimizer import (
     BETA_RULE,
     BLOCK,
@@ -20,6 +21,8 @@ from harness.config.optimizer import (
     OptimizerConfig,
 )
 from harness.config.parallelism import ParallelismConfig
+from harness.model.architecture import architecture_of, block_of
+from harness.model.decoder_architecture import DecoderArchitecture, PreNorm
 from harness.model.spec import TensorSpec
 from harness.util.errors import ConfigError
 
@@ -146,6 +149,19 @@ def check_mup(config: OptimizerConfig, base_dim: int, tensors: Iterable[TensorSp
         raise ConfigError(
             "optimizer.weight_decay", config.weight_decay, rule, "0, or optimizer=adamw"
         )
+
+
+def check_qk_clip(config: OptimizerConfig, model: ModelConfig) -> None:
+    """Check that scaling queries and keys of the model's attention scales its logits."""
+    norm = model.attention.qk_norm
+    if norm != "none":
+        rule = f"scales queries and keys, and model.attention.qk_norm={norm} normalises them later"
+        works = "null, or model.attention.qk_norm=none"
+        raise ConfigError("optimizer.qk_clip", config.qk_clip, rule, works)
+    kinds = (type(architecture_of(model)), type(block_of(model)))
+    if kinds != (DecoderArchitecture, PreNorm):
+        rule = f"knows the attention of model.block=pre_norm, and model={model.name} has another"
+        raise ConfigError("optimizer.qk_clip", config.qk_clip, rule, "null")
 
 
 def kinds_of(config: OptimizerConfig, tensors: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:

@@ -1,7 +1,8 @@
 """The model, its optimizer and one optimizer step, on one rank of any layout."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -18,6 +19,7 @@ from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, keep_settings, parts_of
 from harness.optimizer.build import build_optimizer, build_schedule
+from harness.optimizer.qk_clip import QKClip
 from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
@@ -28,6 +30,7 @@ from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
 from harness.train.objective import objective_of
+from harness.train.probe import Probe
 from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
 from harness.util.annotation import SUMS, annotated
 from harness.util.errors import CapacityError, LostGradientError
@@ -38,7 +41,12 @@ class Engine:
 
     All ranks construct it and call its methods together. The values it returns are sums over the
     world, so that every rank decides the same.
+
+    Attributes:
+        expecting: context manager for a pass beside those of training, which may compile graphs.
     """
+
+    expecting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self, job: Job, device: torch.device, built: tuple[Mesh, list[ModelPart]] | None = None
@@ -58,6 +66,9 @@ class Engine:
         self._executors = {self.length: self.executor}
         self._parameters = [list(part.parameters()) for part in self.parts]
         self.parameters: list[Tensor] = list(chain.from_iterable(self._parameters))
+        self.qk_clip: QKClip | None = None
+        if job.optimizer.qk_clip is not None:
+            self.qk_clip = QKClip(job.optimizer.qk_clip, job.model, self.named_parameters())
         self.optimizer = self._build_optimizer()
         self.schedule = build_schedule(
             job.schedule, self.optimizer, job.schedule.curve_steps(job.steps)
@@ -138,6 +149,8 @@ class Engine:
         denominator = max(1.0, valid_tokens)
         batch = place(batch, self.device)
         sums, loss, squares, needed = self._passes(denominator, max(1.0, rows), batch)
+        if self.qk_clip is not None:
+            self.qk_clip.largest_LH = self._largest_logits(batch)
         reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
@@ -198,10 +211,20 @@ class Engine:
                 dist.all_reduce(loss, group=self.mesh.group("cp"))
         return sums, loss, squares, needed
 
+    def _largest_logits(self, batch: AnyBatch) -> Tensor | None:
+        """The largest logit of every head of attention in a step's batch; None if the step has no clip."""
+        step = self.schedule.last_epoch + 1
+        if step % self.job.optimizer.qk_clip_interval:
+            return None
+        with self.expecting():
+            return Probe(self)(batch).max_logits
+
     def _build_optimizer(self) -> torch.optim.Optimizer:
         specs = tensors(self.job.model)
         group = stage_group(self.mesh) if exchanges(self.job.optimizer, specs.values()) else None
-        return build_optimizer(self.job.optimizer, self.named_parameters(), specs, group)
+        return build_optimizer(
+            self.job.optimizer, self.named_parameters(), specs, group, self.qk_clip
+        )
 
     def _build_executor(self, job: Job) -> Executor:
         return self.objective.build_executor(job, self.mesh, self.parts, self.loss, self.device)

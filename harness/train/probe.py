@@ -1,7 +1,9 @@
 """Statistics of activations, exact on every layout, by one more pass over a step's batch."""
 
+from __future__ import annotations
+
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,9 +12,11 @@ from torch import Tensor
 from harness.data.batch import AnyBatch
 from harness.model.architecture import architecture_of
 from harness.model.decoder import Decoder
-from harness.train.engine import Engine
 from harness.train.watch import Watch
 from harness.util.annotation import SUMS, annotated
+
+if TYPE_CHECKING:
+    from harness.train.engine import Engine
 
 STATISTICS = ("rms", "largest", "kurtosis", "router_entropy", "max_logit")
 """Of the residual stream at a place its root mean square, largest absolute value, and kurtosis

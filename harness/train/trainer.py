@@ -69,6 +69,7 @@ class Trainer:
         self.resumed_from: str | None = None
         self.unread = deque[Step]()
         self.compiler = CompileWatch()
+        engine.expecting = self.compiler.expecting
         synchronize = torch.cuda.synchronize if engine.device.type == "cuda" else None
         self.timer = StepTimer(synchronize, annotated=annotated)
         self.device_name = device_name(engine.device)

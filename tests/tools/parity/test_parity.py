@@ -56,6 +56,8 @@ EIGHT_BIT = "optimizer.state_dtype=8bit"
 MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
 # Large, so that they are most of the gradient.
 Z_LOSS, ROUTER_Z_LOSS = "training.z_loss=1", "model.moe.z_loss_coeff=10"
+# Below every largest logit of the small models.
+QK_CLIP = "optimizer.qk_clip=0.02"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,11 @@ Z_LOSS, ROUTER_Z_LOSS = "training.z_loss=1", "model.moe.z_loss_coeff=10"
         ("fsdp_tp_cp", f"{MIXTURE} {Z_LOSS} {ROUTER_Z_LOSS}"),
         ("fsdp_tp_ep", f"{MIXTURE} {Z_LOSS} {ROUTER_Z_LOSS}"),
         ("tp_experts", f"{MIXTURE} {ROUTER_Z_LOSS}"),
+        ("fsdp_tp", QK_CLIP),
+        ("fsdp_offload", QK_CLIP),
+        ("pp_zbv", f"{QK_CLIP} model.n_kv_heads=8"),
+        ("cp", f"{QK_CLIP} optimizer=muon"),
+        ("fsdp_tp_pp_ep", f"{QK_CLIP} optimizer=muon model=deepseek_v3_debug"),
         # The shared table gets the gradients of both its uses.
         ("fsdp_tp", TIED),
         ("cp", TIED),
@@ -252,6 +259,7 @@ PLANTED_BEHIND = [
         AVERAGED,
         "step 1, average of tok_embeddings.weight",
     ),
+    (planted.clipped_as_first_heads, "tp", QK_CLIP, "step 1, norm of the update of layers.0"),
     (planted.validation_too_large, "fsdp", "", "step 1, validation loss"),
     (planted.loads_of_copies, "tp", "model=mixtral_debug", "step 1, loads of layers.0.moe"),
     (planted.counted_from_the_resume, "fsdp", "", "nothing in a second run, which does not resume"),
