@@ -212,17 +212,24 @@ class StepModel:
 
     def _rank(
         self, rank: int, makespan: float
-    ) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
-        """Parts of the step time of one pipeline rank, and its collectives with their counts."""
+    ) -> tuple[dict[str, float], list[tuple[Collective, float]]]:
+        """Parts of the step time of one pipeline rank, and its collectives with their counts.
+
+        With QK-clip a rank repeats its forward passes in some steps; here an average step has a part of them.
+        """
         own = stages_of_rank(self.layout, self.job.model.n_layers, rank)
         times = self.job.accumulation_steps
         passes = Counter(map(self._which, self.order[rank]))
-        work = [(self._pass(*which), count * times) for which, count in passes.items()]
+        work = [(self._pass(*which), float(count * times)) for which, count in passes.items()]
         parts = dict.fromkeys(PARTS, 0.0)
         parts["bubble"] = makespan * times - sum(one.seconds * count for one, count in work)
+        if self.job.optimizer.qk_clip is not None:
+            share = times / self.job.optimizer.qk_clip_interval
+            forward = [which for which in passes if which[1] == "F"]
+            work += [(self._pass(*which), passes[which] * share) for which in forward]
         work += [(self.stages[stage].once, times) for stage in own]
         update = self._update(rank)
-        collectives = [(item, 1) for item in update.collectives]
+        collectives = [(item, 1.0) for item in update.collectives]
         parts["optimizer"] = update.seconds
         for one, count in work:
             parts["compute"] += one.compute * count
@@ -238,7 +245,7 @@ class StepModel:
 
     def traffic(self, rank: int) -> list[Traffic]:
         """The traffic of one pipeline rank: collectives of the same axis, kind and group together."""
-        alike: dict[tuple[str, str, Group], list[tuple[Collective, int]]] = defaultdict(list)
+        alike: dict[tuple[str, str, Group], list[tuple[Collective, float]]] = defaultdict(list)
         for item, times in self._rank(rank, 0.0)[1]:
             alike[item.axis, item.collective, item.group].append((item, times))
         traffic = []
@@ -248,7 +255,7 @@ class StepModel:
                 axis,
                 collective,
                 group.ranks,
-                count=sum(times for _, times in own),
+                count=round(sum(times for _, times in own)),
                 bytes=size * sent_share(collective, group.ranks),
                 link=self.machine.link_of(group),
                 seconds=sum(item.seconds * times for item, times in own),

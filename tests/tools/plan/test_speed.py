@@ -243,3 +243,16 @@ def test_muon_of_two_ranks_by_hand():
     # Both own half of the values, and send a half of those there, and half of their own back.
     assert planned.sent == pytest.approx(4 * values / 2, rel=0.1)
     assert sum(planned.shapes.values()) == pytest.approx(len(matrices) / 2, abs=len(matrices) / 4)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=8", "pp=4 dp_shard=2 training.global_batch_size=16"])
+def test_qk_clip_repeats_forward_passes(layout):
+    def computing(*overrides):
+        return step(" ".join((LLAMA_8B, layout, *overrides))).parts["compute"]
+
+    without = computing()
+    again = computing("optimizer.qk_clip=100") - without
+    # A backward pass has twice the products of its forward pass.
+    assert 0.2 < again / without < 0.4
+    seldom = computing("optimizer.qk_clip=100", "optimizer.qk_clip_interval=10") - without
+    assert seldom == pytest.approx(again / 10)
