@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from jobs import tiny
 from plain_llama import frequencies, norm, rotated
+from waits import ON_HOST, waits
 
 from harness.data.batch import PADDING, Batch
+from harness.model.decoder import Decoder
 from harness.train.engine import Engine
 from harness.train.probe import Probe
 from harness.train.setup import process_group
+from harness.train.watch import Watch
 
 CPU = torch.device("cpu")
 HEADS = 8
@@ -100,3 +105,39 @@ def test_statistics_are_those_of_their_definitions(score):
     torch.testing.assert_close(entropy[1:], entropies, rtol=1e-5, atol=0)
     torch.testing.assert_close(found.max_logits.double(), largest, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[1:], largest.amax(1), rtol=1e-5, atol=1e-5)
+
+
+def seen(job):
+    """Statistics of all rows, from this rank."""
+    engine = Engine(job, CPU)
+    rows = slice(engine.rows.start, engine.rows.stop)
+    found = Probe(engine)(batch_of().each(lambda tensor: tensor[rows]))
+    return torch.cat((found.statistics.flatten(), found.max_logits.double().flatten()))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallelism=tp", "parallelism.cp=2", "parallelism.cp_method=ulysses"),
+        ("parallelism=tp", "parallelism.expert_tensor_parallel=true", "parallelism.pp=2"),
+        ("parallelism=fsdp_ep", "training.local_batch_size=1"),
+    ],
+    ids=" ".join,
+)
+def test_documents_and_padding_are_those_of_one_process(pool, layout):
+    [alone] = pool.run(1, seen, tiny(*MODEL))
+    job = tiny(*MODEL, *layout)
+    for own in pool.run(job.world_size, seen, job):
+        torch.testing.assert_close(own, alone, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_the_host_waits_for_nothing_but_experts():
+    job = tiny(*MODEL)
+    meta = torch.device("meta")
+    with meta:
+        part = Decoder(job.model, LENGTH)
+    watch = Watch(job, SimpleNamespace(rank=lambda _: 0), meta)
+    batch = batch_of().each(lambda tensor: tensor.to(meta))
+    with waits() as found, torch.no_grad(), watch.watching(part):
+        part(batch.inputs_BT, documents_BT=batch.documents_BT)
+    assert set(found) == {ON_HOST}
