@@ -9,6 +9,7 @@ from equal import assert_equal
 from jobs import batches_of, tiny, train
 from layouts import layout, require_parity
 from plain_llama import frequencies, norm, rotated
+from waits import waits
 
 from harness.model.spec import tensors
 from harness.optimizer.qk_clip import QKClip
@@ -243,3 +244,16 @@ def test_layouts_agree_with_one_process(pool, name, typed):
     """Weights after five steps with Muon, a clip in each."""
     job = layout(name, *typed.split(), "optimizer=muon", "optimizer.qk_clip=0.02")
     require_parity(pool, name, job, steps=5)
+
+
+@pytest.mark.parametrize("typed", ["", LATENTS])
+def test_the_host_does_not_wait(typed):
+    config = tiny(*typed.split()).model
+    weights = {
+        name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors(config).items()
+    }
+    clip = QKClip(TAU, config, weights.items())
+    clip.largest_LH = torch.empty(config.num_blocks, HEADS, device="meta")
+    with waits() as found:
+        clip.clip(dropped=torch.empty((), device="meta"))
+    assert found == []
