@@ -165,8 +165,8 @@ def of_tensors(run_dir: Path, name: str = TENSORS) -> list[Row]:
 
     A row has ``step``, ``tensor`` and the numbers that were recorded: of ``metrics.tensors=norms``
     ``gradient``, ``weight`` and ``update``; with ``activations`` as the name, statistics of blocks.
-    ``read_tensors`` in ``harness/metrics/tensor_file.py``
-    has the same numbers as one array, and the number of elements of each tensor.
+    ``read_tensors`` in ``harness/metrics/tensor_file.py`` has the same numbers as one array, and the
+    number of elements of each tensor.
 
     Raises:
         UserError: the run has written none.

@@ -53,7 +53,7 @@ def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tenso
     chunk from the head and the r-th from the tail, which is the same work on all ranks.
     """
     positions = torch.arange(seq_len)
-    if not layout.balances_context:
+    if layout.cp == 1 or not layout.balances_context:
         return positions.chunk(layout.cp)[rank]
     chunks = positions.chunk(2 * layout.cp)
     return torch.cat((chunks[rank], chunks[-1 - rank]))

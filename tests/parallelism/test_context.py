@@ -33,6 +33,7 @@ def test_every_position_has_one_rank(cp, layout):
     shares = [local_positions(layout, 24, rank) for rank in range(cp)]
     assert torch.cat(shares).sort().values.tolist() == list(range(24))
     assert {len(share) for share in shares} == {24 // cp}
+    assert local_positions(ParallelismConfig(), 1, 0).tolist() == [0]
 
 
 def test_balanced_ranks_attend_to_the_same_number_of_keys():
