@@ -119,7 +119,9 @@ class CheckpointLoader(CheckpointedRun):
         if "lr_scheduler" not in excluded:
             self.engine.set_schedule(state["lr_scheduler"]["last_epoch"])
         counters = {} if "train_state" in excluded else state["train_state"]
-        position = self.loader.state_dict() if "data_loader" in excluded else state["data_loader"]
+        position = state["data_loader"]
+        if "data_loader" in excluded:
+            position = {**self.loader.state_dict(), "batch": 0}
         # Sizes of batches follow the run's step, also where the data begins again.
         self.loader.load_state_dict({**position, "step": counters.get("step", 0)})
         return counters

@@ -129,6 +129,9 @@ class DataConfig:
     shuffle: bool = numerics(True)
     """Read the packed samples in a random order, a different one in every epoch. In a stream, shuffle the
     shards and `shuffle_buffer` documents at a time instead. Validation is never shuffled."""
+    leave_out: list[int] = numerics(factory=list, least=1, id_omits_default=True)
+    """Numbers of batches that no step reads, from 1: those around a spike of the loss. Step k reads the k-th
+    of the others. `checkpoint.allow_changed=[data.leave_out]` goes on from a checkpoint before them."""
     prefetch: int = execution(2, least=0)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is
     needed."""

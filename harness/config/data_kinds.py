@@ -27,6 +27,7 @@ MIXTURE_FIELDS = ("kind", "sources", "weights", "epochs", "weight_changes")
 SHARED = (
     "mask_document_boundary",
     "attend_across_documents",
+    "leave_out",
     "prefetch",
     "cache_dir",
     "tokenize_workers",

@@ -4,18 +4,22 @@ Row j of global step s is sample s * global_batch_size + j, a function of (data,
 and that number. A rank is assigned rows and reads only those, so neither the loss curve of a run
 nor its state depends on the number of ranks. Scheduled sizes (``config/training.py``) change how
 many samples, or which pieces of samples, a step reads; a rank has the same fraction of every batch.
+
+Batches are numbered in the order of the data, from 1. Step k reads batch k, unless some before it are
+left out: then every step reads a later one. A batch that is left out has the size of the step that would
+have read it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from harness.config.training import Sizes
+from harness.config.training import Phase, Sizes
 from harness.data.batch import Batch
 from harness.data.cache import open_documents
 from harness.data.mixture import SourceOrder
@@ -54,6 +58,8 @@ class Loader(ABC):
         """Continue after the step at which ``state`` was saved; the sizes of the next step are
         those of ``state["step"] + 1``.
 
+        ``state["leave_out"]`` has the numbers of batches to leave out beside those of the job.
+
         Raises:
             DataError: the state is from a stream or a mixture and this loader is not, or the
                 reverse; or, for streams, it is from another global batch size or does not contain
@@ -87,22 +93,37 @@ class Cursor:
     """Position of a loader with ``rows`` of the largest global batch: the step, and the tokens read so far.
 
     Attributes:
+        leave_out: numbers of batches that no step reads.
         step: number of steps read.
-        position: number of tokens before the next step, over all rows; see ``Sizes``.
+        batch: number of batches read or left out.
+        position: number of tokens before the next batch, over all rows; see ``Sizes``.
+        chosen: more numbers to leave out, which are in the state.
+        left_out: pieces of the batches between the last step and the one before it.
     """
 
     rows: range
     sizes: Sizes
+    leave_out: Collection[int] = ()
     step: int = 0
+    batch: int = 0
     position: int = 0
+    chosen: list[int] = field(default_factory=list)
+    left_out: list[Piece] = field(default_factory=list)
 
     def advance(self) -> list[Piece]:
         """Go on by one step; return the pieces of this loader's rows."""
+        self.step += 1
+        phase = self.sizes.at(self.step)
+        self.left_out = []
+        while self.batch + 1 in self.leave_out or self.batch + 1 in self.chosen:
+            self.left_out += self._next_batch(phase)
+        return self._next_batch(phase)
+
+    def _next_batch(self, phase: Phase) -> list[Piece]:
         sizes = self.sizes
-        phase = sizes.at(self.step + 1)
         begin = phase.begin(self.position)
         length = phase.seq_len
-        self.step += 1
+        self.batch += 1
         self.position = begin + phase.tokens
         return [
             Piece(
@@ -113,17 +134,30 @@ class Cursor:
             for row in phase.share(self.rows, sizes.batch_size)
         ]
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the step, and the next sample; inside of a sample also the tokens read of it."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, and the next sample; inside of a sample also the tokens read of it.
+
+        If batches were or will be left out, also the number of batches before the next one, and ``chosen``.
+        """
         samples, tokens = divmod(self.position, self.sizes.seq_len)
-        return {"step": self.step, "samples": samples, **({"tokens": tokens} if tokens else {})}
+        state: dict[str, Any] = {"step": self.step, "samples": samples}
+        if tokens:
+            state["tokens"] = tokens
+        if self.batch != self.step:
+            state["batch"] = self.batch
+        if self.chosen:
+            state["leave_out"] = self.chosen
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
+        self.batch = state.get("batch", self.step)
+        self.chosen = state.get("leave_out", [])
         self.position = state.get("samples", 0) * self.sizes.seq_len + state.get("tokens", 0)
 
     def reset(self) -> None:
-        self.step = self.position = 0
+        self.step = self.batch = self.position = 0
+        self.chosen = []
 
 
 def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
@@ -182,7 +216,7 @@ class SampleLoader(Loader):
     ) -> None:
         self.sources = sources
         self._order = order
-        self._cursor = Cursor(reading.rows, reading.sizes)
+        self._cursor = Cursor(reading.rows, reading.sizes, reading.leave_out)
         self._batch_size = reading.sizes.batch_size
         self._names = reading.data.source_names
         self._streams: dict[str, RowStream] = {}
@@ -195,6 +229,11 @@ class SampleLoader(Loader):
 
     def next(self) -> Batch:
         pieces = self._cursor.advance()
+        if self._streams and self._cursor.left_out:
+            self._read(self._cursor.left_out)  # a stream cannot go past a batch without reading it
+        return self._read(pieces)
+
+    def _read(self, pieces: list[Piece]) -> Batch:
         if self._order is None:
             (source,) = self.sources.values()
             return stack([source.read(piece) for piece in pieces])
@@ -216,7 +255,8 @@ class SampleLoader(Loader):
         if self._order:
             state["mixture"] = self._order.state_dict(state["samples"])
         elif self._streams:
-            state = {"step": state["step"]}
+            del state["samples"]
+            state.pop("tokens", None)
         if self._streams:
             state["global_batch_size"] = self._batch_size
             state["slots"] = {slot: stream.state_dict() for slot, stream in self._streams.items()}

@@ -50,6 +50,11 @@ class Reading:
     def shuffles(self) -> bool:
         return self.data.shuffle and self.split == "train"
 
+    @property
+    def leave_out(self) -> list[int]:
+        """Numbers of the batches that no step reads."""
+        return self.data.leave_out if self.split == "train" else []
+
 
 class Samples(Protocol):
     """An endless sequence of samples."""

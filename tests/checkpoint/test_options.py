@@ -377,7 +377,7 @@ def test_excluded_parts_are_not_taken_once(tmp_path, finished):
     # From the first batch again; its loss has fallen since.
     assert changed[5] != whole[5] and rates[5] == rates[1]
     state = run.checkpoints.find(8).state
-    assert state["data_loader"] == {"step": 8, "samples": 4 * 8}
+    assert state["data_loader"] == {"step": 8, "samples": 4 * 8, "batch": 4}
     # After a stop, the same command resumes from its own newest checkpoint.
     run.forget_the_end(7, 8)
     assert start(tmp_path, *options).losses == changed

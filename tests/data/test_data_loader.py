@@ -37,7 +37,7 @@ from harness.compose.composer import compose_job, compose_points
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
 from harness.data.batch import IGNORE_INDEX, DeviceBatch, count_valid
-from harness.data.loader import merge_states
+from harness.data.loader import Cursor, merge_states
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizing import is_held_out
 from harness.launch import train
@@ -77,6 +77,36 @@ def test_any_ranks_and_any_resume_read_the_same(source, changes):
     for each in reading:
         each.reset()
     assert_equal(steps(reading, 2), expected[:2], "after a reset")
+
+
+@pytest.mark.usefixtures("opened_once")
+@pytest.mark.parametrize("source", SOURCES)
+def test_batches_that_are_left_out_are_read_by_no_step(source):
+    """Those of the job, and those that a state names; on any ranks."""
+    data, left_out = SOURCES[source](), [1, 5, 6, 9]
+    every = enumerate(steps(ranks_of(data, 1), STEPS), 1)
+    expected = [batch for number, batch in every if number not in left_out]
+    some = dataclasses.replace(data, leave_out=left_out[:2])
+    reading, at, layouts = ranks_of(some, 4), 0, cycle((1, 2, 8))
+    for stop in (3, 4, 6, len(expected)):
+        assert_equal(steps(reading, stop - at), expected[at:stop], f"steps {at} to {stop}")
+        reading, at = resumed(reading, ranks_of(some, next(layouts))), stop
+        if stop == 3:
+            for each in reading:
+                each.load_state_dict({**each.state_dict(), "leave_out": left_out[2:]})
+    assert reading[0].state_dict()["batch"] == STEPS
+    assert_equal(
+        steps([loader(SYNTHETIC, split="validation")], 2)[0],
+        steps([loader(dataclasses.replace(SYNTHETIC, leave_out=[1]), split="validation")], 1)[0],
+    )
+
+
+def test_a_batch_that_is_left_out_has_the_size_of_the_step_that_would_have_read_it():
+    sizes = Sizes(8, T, [[3, 4]], [[4, 8]])  # steps of 4 x 8, then 8 x 8, then 8 x 16 tokens
+    cursor = Cursor(range(8), sizes, [2, 5])
+    read = [(cursor.advance()[0], cursor.batch) for _ in range(5)]
+    firsts = [(piece.number * T + piece.first, batch) for piece, batch in read]
+    assert firsts == [(0, 1), (64, 3), (96, 4), (192, 6), (256, 7)]
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def build_loader(
     trains = split == "train"
     seed = job.training.seed
     sizes = job.sizes if trains else Sizes(job.global_batch_size, job.training.seq_len)
-    cursor = Cursor(rows, sizes)
+    cursor = Cursor(rows, sizes, job.data.leave_out if trains else [])
     dropout = flow_of(job).caption_dropout if trains else 0.0
 
     def drops(number: int) -> bool:
