@@ -403,7 +403,8 @@ RUNS = {
     "data.sources.b.kind=synthetic data.weights={a:1,b:1} data.cache_dir=cache model.vocab_size=258",
     "scheduled": "schedule.batch_size=[{until_step:1,sequences:1}] "
     "schedule.seq_len=[{until_step:1,tokens:8}] "
-    "profiling.phases=true metrics.all_ranks=true",
+    "profiling.phases=true metrics.all_ranks=true "
+    "debug.spikes=log debug.spike_window=4 debug.spike_zscore=1e-6",
     "evaluated": f"evaluation.interval=5 data=local_jsonl data.paths={FILES} data.validation_paths={FILES} "
     "data.text_field=context data.validation_fraction=0 data.cache_dir=cache model.vocab_size=258",
     "mixture": "model=deepseek_v3_debug model.n_layers=2 model.vocab_size=256 model.mtp.depth=1",

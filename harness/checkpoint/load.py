@@ -11,14 +11,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from harness.checkpoint.catalog import Checkpoint, DamagedCheckpoint, reading
+from harness.checkpoint.catalog import Checkpoint, DamagedCheckpoint, open_checkpoint, reading
 from harness.checkpoint.optimizer_state import (
     allocate_optimizer_state,
     clear_optimizer_state,
     set_numbers,
     tensors_to_load,
 )
-from harness.checkpoint.resume import find_start, no_usable_error, written_by
+from harness.checkpoint.resume import FALLBACKS, find_start, no_usable_error, written_by
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
@@ -26,6 +26,7 @@ from harness.checkpoint.state import (
     RankGroup,
     model_state,
     rng_key,
+    rng_state,
     set_rng_state,
 )
 from harness.checkpoint.storage import Reader
@@ -50,10 +51,37 @@ class CheckpointLoader(CheckpointedRun):
 
     def start(self) -> Resumed:
         """Load the newest undamaged checkpoint, or else checkpoint.initial_load_path."""
+        self._random = rng_state(self.engine.device)
         start = self.ranks.on_rank_zero(lambda: find_start(self.job, self.run_dir))
         messages = list(start.warnings)
+        if start.candidates:
+            return self._load_first(start.candidates, messages)
+        initial = Resumed()
+        if start.initial is not None:
+            initial = Resumed(start.initial.path, self._load_initial(start.initial))
+            messages.append(f"initial values from {initial.path}")
+        self._move_later_aside(-1)
+        return replace(initial, messages=tuple(messages))
+
+    def go_back(self, first: str | None) -> Resumed:
+        """Load the newest undamaged checkpoint of the run, or else ``first``, which it started from."""
+
+        def find() -> list[Checkpoint]:
+            own = self.folder.complete(FALLBACKS)[0]
+            full = [each for each in own if each.holds == "full"]
+            if full or first is None or self.config.exclude_from_loading:
+                return full
+            return [open_checkpoint(first)]
+
+        found = self.ranks.on_rank_zero(find)
+        # That of another layout has no random states.
+        set_rng_state(self._random, self.engine.device)
+        return self._load_first(found, []) if found else Resumed()
+
+    def _load_first(self, candidates: list[Checkpoint], messages: list[str]) -> Resumed:
+        """Load the first of the checkpoints that is not damaged."""
         damaged = []
-        for checkpoint in start.candidates:
+        for checkpoint in candidates:
             try:
                 state = self._load(checkpoint)
             except DamagedCheckpoint as error:
@@ -64,14 +92,7 @@ class CheckpointLoader(CheckpointedRun):
             self._move_later_aside(checkpoint.step)
             messages.append(f"resumed from {checkpoint.path}, saved by {_ranks(checkpoint)}")
             return Resumed(checkpoint.path, state, tuple(messages))
-        if damaged:
-            raise no_usable_error(self.folder.path, damaged)
-        initial = Resumed()
-        if start.initial is not None:
-            initial = Resumed(start.initial.path, self._load_initial(start.initial))
-            messages.append(f"initial values from {initial.path}")
-        self._move_later_aside(-1)
-        return replace(initial, messages=tuple(messages))
+        raise no_usable_error(self.folder.path, damaged)
 
     def _move_later_aside(self, step: int) -> None:
         """Move checkpoints after ``step`` to ``superseded/``: the run's own must be the newest."""

@@ -177,6 +177,10 @@ class Saver(CheckpointedRun):
             self.say(f"WARNING {_failure(saving.step, error, self.ranks.rank)}")
             self.asks_to_stop = self._last_failed
 
+    def finish(self) -> None:
+        """Wait for the background save, so that its checkpoint can be loaded."""
+        self._finish_background_save(tolerant=True)
+
     def close(self) -> None:
         """Wait for the background save and for removals; nothing can be saved afterwards."""
         started = time.perf_counter()

@@ -150,7 +150,7 @@ def _check_parts(job: Job) -> None:
     if job.validation.interval and not job.validation.sets:
         job.data.require_validation()
     job.evaluation.validate(job.data, job.training.seq_len)
-    job.debug.validate(job.parallelism.tp, job.compile.blocks)
+    job.debug.validate(job.parallelism.tp, job.compile.blocks, job.checkpoint.writes)
 
 
 FLEX_HEAD = 16
@@ -293,6 +293,7 @@ CAPTURED: tuple[tuple[str, list[Any], str], ...] = (
     ("optimizer.qk_clip", [None], "the host starts another pass to measure logits"),
     ("debug.nan", [False], "the host looks at every output"),
     ("debug.anomaly", [False], "the host looks at every gradient"),
+    ("debug.spikes", ["off", "log", "skip"], "a checkpoint is not loaded into it"),
     ("profiling.phases", [False], "the host times phases"),
 )
 

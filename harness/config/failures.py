@@ -5,7 +5,7 @@
 | ``user`` | 2 | a mistake in the job or its data |
 | ``out_of_memory`` | 3 | on the device or the host; ``allocation`` is the size that was requested |
 | ``collective_timeout`` | 3 | a collective timed out; ``operation`` names it |
-| ``non_finite`` | 4 | loss or gradients are not finite |
+| ``non_finite`` | 4 | loss or gradients are not finite, or spikes do not end |
 | ``preempted`` | 3 | preemption or the time limit ended the job, twice before a step was done |
 | ``cancelled`` | 130 | the SLURM job was cancelled |
 | ``node`` | 3 | a hardware failure: an accelerator, a link, a disk, or the node itself |

@@ -201,7 +201,8 @@ class OptimizerConfig:
     implementation: str = execution("auto", choices=IMPLEMENTATIONS)
     """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
     parameters need auto, which uses our own loop: torch does not update them in float32. With
-    foreach and for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
+    foreach and for-loop, debug.non_finite=skip or debug.spikes=skip makes the host wait for the norm in
+    every step."""
 
     def resolve(self, master_dtype: str, param_dtype: str) -> OptimizerConfig:
         iterations = self.newton_schulz_dtype

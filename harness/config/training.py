@@ -126,6 +126,9 @@ def require_stride(field: str, stride: int | None, window: int) -> None:
 
 
 NON_FINITE = ("stop", "skip")
+SPIKES = ("off", "log", "skip", "rewind")
+FINDS_SPIKES = Switch("debug.spikes", "debug.spikes=log", SPIKES[1:].__contains__)
+REWINDS = Switch("debug.spikes", on="rewind")
 ATTENTION: Registry[Any] = Registry(
     "attention",
     {
@@ -342,7 +345,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Determinism, checks that cost speed, and the reaction to numbers that are not finite."""
+    """Determinism, checks that cost speed, and the reaction to spikes and numbers that are not finite."""
 
     deterministic: bool = execution(False)
     """Use only deterministic kernels: two runs of a job give bitwise the same numbers."""
@@ -358,8 +361,24 @@ class DebugConfig:
     non_finite: str = numerics("stop", choices=NON_FINITE)
     """If the loss or gradient norm is not finite: stop the run, or skip the update, at most ten in a row.
     Evidence is saved."""
+    spikes: str = numerics("off", choices=SPIKES, id_omits_default=True)
+    """What follows a spike, a step whose loss or gradient norm is far above the steps before. log: a row with
+    its z-scores. skip: its update is skipped too, at most ten in a row. rewind: the run goes back to its
+    newest checkpoint, and leaves out the step's batch for ever."""
+    spike_zscore: float = numerics(6.0, above=0, id_omits_default=True, needs=FINDS_SPIKES)
+    """A spike exceeds the median of `spike_window` steps by so many robust standard deviations: 1.4826 times
+    the median distance from the median. OLMo's SkipStepOptimizer takes 6, and 128 steps."""
+    spike_window: int = numerics(128, least=4, id_omits_default=True, needs=FINDS_SPIKES)
+    """Steps that a step is compared with, up to the second before it. Spikes are not among them. The first
+    half of the window has no verdict."""
+    spike_batches: int = numerics(1, least=1, id_omits_default=True, needs=REWINDS)
+    """rewind: batches to leave out, of which the spike's is the last; those before the checkpoint stay."""
 
-    def validate(self, tp: int, compiled: bool) -> None:
+    def validate(self, tp: int, compiled: bool, writes: bool) -> None:
+        if self.spikes == "rewind" and not writes:
+            rule = "goes back to a checkpoint, and the job writes none"
+            works = "checkpoint=sync, or debug.spikes=skip"
+            raise ConfigError("debug.spikes", self.spikes, rule, works)
         for name in ("anomaly", "nan"):
             if getattr(self, name) and compiled:
                 rule = "compiled blocks cannot be inspected"

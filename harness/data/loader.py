@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from harness.config.job import Job
 from harness.config.training import Phase, Sizes
 from harness.data.batch import Batch
 from harness.data.cache import open_documents
@@ -338,3 +339,26 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
         for state in states:
             merged["slots"] |= state["slots"]
     return merged
+
+
+def leave_out(loader: Loader, ahead: Mapping[str, Any], step: int, job: Job) -> list[int]:
+    """Let no step read ``debug.spike_batches`` batches any more, of which the last is that of a step.
+
+    Args:
+        loader: it has gone back to an earlier step; batches before it cannot be left out.
+        ahead: its state after it read the step.
+
+    Returns:
+        Their numbers.
+    """
+    state = loader.state_dict()
+    before = ahead.get("leave_out", [])
+    first = state.get("batch", state["step"]) + 1
+    last = first - 1
+    for _ in range(step - state["step"]):
+        last += 1
+        while last in before or last in job.data.leave_out:
+            last += 1
+    batches = list(range(max(first, last - job.debug.spike_batches + 1), last + 1))
+    loader.load_state_dict({**state, "leave_out": sorted({*before, *batches})})
+    return batches

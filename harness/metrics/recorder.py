@@ -53,6 +53,11 @@ class Recorder:
             except Exception as error:  # see _switched_off
                 self._switched_off(name, error)
 
+    def go_back(self, step: int) -> None:
+        """Drop the rows of later steps, which the run does again. Views keep those that they have shown."""
+        assert self._file is not None, "rows before begin"
+        self._file.truncate_after(step)
+
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step or a validation, with its ``step``. Views leave out None."""
         assert self._file is not None, "rows before begin"

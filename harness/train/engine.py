@@ -253,12 +253,14 @@ class Engine:
         """Whether the host needs the norm before the update, and so waits for it.
 
         Yes on a CPU (no wait there), with offloaded parameters (updated on the host), and with
-        ``debug.non_finite=skip`` for optimizers that cannot drop an update on the device.
+        ``debug.non_finite=skip`` or ``debug.spikes=skip`` for optimizers that cannot drop an update on
+        the device.
         """
         if self.skips_on_device:
             return False
         on_host = self.device.type == "cpu" or self.job.parallelism.cpu_offload
-        return on_host or self.job.debug.non_finite == "skip"
+        debug = self.job.debug
+        return on_host or "skip" in (debug.non_finite, debug.spikes)
 
     def update(self, norm: Tensor | float) -> None:
         """Clip, update the parameters and advance the schedule.

@@ -99,7 +99,11 @@ class Observer:
         self.run = run
 
     def start(self) -> None:
-        """Begin, right before the first step; ``run.progress.step`` is the last finished one."""
+        """Begin, right before the first step; ``run.progress.step`` is the last finished one.
+
+        It is called again when a run goes back to a checkpoint (``debug.spikes=rewind``): later steps will
+        come again, and one that has begun does not end.
+        """
 
     def needs(self, step: int) -> Need:
         """Return what a step needs; a function of the step alone, equal on all ranks."""

@@ -25,7 +25,10 @@ _STEP = Metric("step", "count", "Optimizer step, from 1.")
 _TIME = Metric("time", "s", "Unix time at which the row was written.")
 _SOURCES = (
     Metric(
-        "tokens.*", "tokens", "Tokens of a source since step 1, with padding.", "`data=mixture`"
+        "tokens.*",
+        "tokens",
+        "Tokens of a source since step 1, with padding and batches left out.",
+        "`data=mixture`",
     ),
     Metric(
         "epochs.*", "count", "Epochs of a source since step 1; not of streams.", "`data=mixture`"
@@ -68,7 +71,14 @@ _ROW = (
         "valid_tokens.*", "tokens", "Tokens of a source in this step, not masked.", "`data=mixture`"
     ),
     *_SOURCES,
-    Metric("skipped_steps", "count", "Updates skipped so far because a number was not finite."),
+    Metric("skipped_steps", "count", "Updates skipped so far: a number not finite, or a spike."),
+    Metric(
+        "spike.*",
+        "1",
+        "Robust z-scores of the loss and the gradient norm of a spike; a row of its own with `step`.",
+        "`debug.spikes`",
+        line="spike.{rest} {:.1f}",
+    ),
     Metric("schedule.batch_size", "sequences", "Sequences of this step.", "`schedule.batch_size`"),
     Metric("schedule.seq_len", "tokens", "Tokens per sequence of this step.", "`schedule.seq_len`"),
     _TIME,
@@ -119,7 +129,9 @@ _RESULT = (
         "evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"
     ),
     *_SOURCES,
-    Metric("skipped_steps", "count", "Updates skipped because a number was not finite."),
+    Metric("skipped_steps", "count", "Updates skipped: a number not finite, or a spike."),
+    Metric("spikes", "count", "Spikes found (`debug.spikes`)."),
+    Metric("left_out_batches", "count", "Batches that `debug.spikes=rewind` leaves out."),
     Metric(
         "train_seconds",
         "s",
@@ -158,6 +170,7 @@ _KEPT = (
     "best_validation_loss",
     "best_validation_step",
     "skipped_steps",
+    "spikes",
     "train_seconds",
 )
 
@@ -176,6 +189,7 @@ class Progress:
     validation_of_parts: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
+    spikes: int = 0
     train_seconds: float = 0.0
     """Of all steps that count: those that a checkpoint has, and those after it of this attempt."""
     running: int | None = None
@@ -200,7 +214,6 @@ class Progress:
         """Continue from the values of ``saved``; an empty dict starts from the beginning."""
         for name in _KEPT:
             setattr(self, name, saved.get(name, getattr(self, name)))
-        self.start_step = self.step
 
 
 def metrics_of_rows(observers: Iterable[Observer | type[Observer]]) -> list[Metric]:
@@ -275,6 +288,7 @@ def result_row(trainer: Trainer) -> Row:
         "start_step": progress.start_step,
         "resumed_from": trainer.resumed_from,
         "saved": trainer.is_saved,
+        "left_out_batches": len(trainer.loader.state_dict().get("leave_out", [])),
         "checkpoint": asdict(trainer.saver.account),
         **progress.validation_of_parts,
         **progress.evaluation,

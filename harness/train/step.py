@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.config.job import Job
 from harness.data.batch import AnyBatch, Batch, valid_by_source
+from harness.metrics.spikes import Limits
 from harness.parallelism.loss import Loss
 from harness.train.rows import Row
 
@@ -90,7 +91,14 @@ class StepOutcome:
             self.norm = self.norm.where(each == 0, torch.nan)
         values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums, *all_needed])
         self._num_values = len(values) - len(all_needed)
+        self._on_device = values
         self._values = HostCopy(values)
+
+    def drop_above(self, limits: Limits) -> None:
+        """Have the update dropped, as one that is not finite, if a value exceeds its limit."""
+        is_usual = self._on_device[0] <= limits.most_grad_norm
+        is_usual &= self._on_device[2] <= limits.most_loss
+        self.norm = self.norm.where(is_usual, torch.nan)
 
     @property
     def loss(self) -> float:

@@ -14,10 +14,12 @@ from harness.checkpoint.load import CheckpointLoader
 from harness.checkpoint.save import SaveFailed, Saver
 from harness.checkpoint.state import RankGroup
 from harness.config.job import Job
+from harness.data.loader import leave_out
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
 from harness.metrics.mfu import Efficiency, describe_inputs
 from harness.metrics.recorder import Recorder
+from harness.metrics.spikes import SpikePolicy
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.async_tp import describe_fused, fused
 from harness.parallelism.compile import CompileWatch
@@ -92,7 +94,11 @@ class Trainer:
             self._message,
             self.commands.start,
         )
+        self.checkpoints = CheckpointLoader(
+            job, folder.path, engine, self.loader, ranks, huggingface
+        )
         self.non_finite = NonFinitePolicy(job.debug, folder.path, engine)
+        self.spikes = SpikePolicy(job.debug)
         self._note_of_data = loader.note
         self.run = Run(job, folder.path, engine, tokenizer, ranks, self.progress, self._message)
         self.observers = [
@@ -150,7 +156,9 @@ class Trainer:
         for each in self.observers:
             each.start()
         self.timer.restart()
-        for number in range(self.progress.step + 1, self.job.steps + 1):
+        number = self.progress.step
+        while number < self.job.steps:
+            number += 1
             collect(number)
             try:
                 step, aside = self._launch(number, request)
@@ -165,9 +173,14 @@ class Trainer:
             # _launch puts this sum before those of the observers.
             is_overdue = step.outcome.beside[0] > 0
             saves = config.is_due(number, self.job.steps) or is_overdue
-            self._finish(drain=stopping or saves or bool(aside) or self._needs_outcome(number))
+            drain = stopping or saves or bool(aside) or self._needs_outcome(number)
+            spike = self._finish(drain=drain)
             self.progress.running = None
             self._note_compiled(number)
+            if spike is not None:
+                self._go_back(spike)
+                number = self.progress.step
+                continue
             for observer, sums in aside:
                 with self.timer.section(observer.section):
                     columns = observer.end_step(number, sums)
@@ -207,6 +220,9 @@ class Trainer:
             stop_requested = request.signal is not None or self.saver.asks_to_stop
             beside = [float(self.saver.is_overdue), *chain.from_iterable(begun)]
             outcome = self.engine.gradients(batch, stop_requested=stop_requested, beside=beside)
+        limits = self.spikes.limits(number)
+        if limits is not None and self.spikes.action == "skip":
+            outcome.drop_above(limits)
         lr = self.engine.lr
         if self.saver.is_staging:
             with self.timer.section("checkpoint"):
@@ -268,19 +284,39 @@ class Trainer:
     def _start(self) -> None:
         if self.job.checkpoint.enable:
             self.saver.prepare()
-            resumed = CheckpointLoader(
-                self.job, self.run.folder, self.engine, self.loader, self.run.ranks, huggingface
-            ).start()
+            resumed = self.checkpoints.start()
             for message in resumed.messages:
                 self._message(message)
             self.resumed_from = resumed.path
             self.progress.resume(resumed.state)
+            self.progress.start_step = self.progress.step
+            self.spikes.load_state_dict(resumed.state)
         if self.recorder is not None:
             hidden = {"loss_max"} if self.job.world_size == 1 else set()
             if self.efficiency.peak.flops is not None or self.engine.device.type == "cpu":
                 hidden.add("tflops_per_device")
             shown = [each for each in metrics_of_rows(self.observers) if each.name not in hidden]
             self.recorder.begin(self.progress.step, shown)
+
+    def _go_back(self, spike: Step) -> None:
+        """Go back to the newest checkpoint, and leave out the batch of a step, on all ranks."""
+        what = f"spike in step {spike.number}, loss {spike.outcome.loss:.4f}"
+        ahead = self.loader.state_dict()
+        self.saver.finish()
+        resumed = self.checkpoints.go_back(self.resumed_from if self.progress.start_step else None)
+        self.spikes.count_rewind(resumed.state.get("step"), what)
+        self.progress.resume({**resumed.state, "spikes": self.progress.spikes})
+        self.saver.account.step = self.progress.step
+        self.spikes.load_state_dict(resumed.state)
+        batches = leave_out(self.loader, ahead, spike.number, self.job)
+        what += f": back to step {self.progress.step}, without batches {batches}"
+        for message in (*resumed.messages, what):
+            self._message(message)
+        if self.recorder is not None:
+            self.recorder.go_back(self.progress.step)
+        for each in self.observers:
+            each.start()
+        self.timer.restart()
 
     def end_commands(self, *, finished: bool) -> None:
         """Wait for the commands of ``checkpoint.on_save``; end them if the run has not ``finished``."""
@@ -313,24 +349,38 @@ class Trainer:
         return any(Need.SLOWS in each.needs(step) for each in self.observers)
 
     def _save(self, *, final: bool) -> None:
-        self.saver.save(self.progress.step, self.progress.saved(), final=final)
+        state = {**self.progress.saved(), **self.spikes.state_dict()}
+        self.saver.save(self.progress.step, state, final=final)
         if final:
             self.saver.close()
 
-    def _finish(self, *, drain: bool) -> None:
+    def _finish(self, *, drain: bool) -> Step | None:
+        """Read the values of steps and write their rows; return a spike from which the run must go back."""
         late = 0 if drain else LATE_STEPS[self.engine.device.type]
         while len(self.unread) > late:
             step = self.unread.popleft()
             skipped = self.non_finite.check(step)
+            outcome = step.outcome
+            spike = self.spikes.check(step.number, outcome.loss, outcome.grad_norm)
+            if spike is not None:
+                self.progress.spikes += 1
+                if self.spikes.action == "rewind":
+                    self.unread.clear()
+                    return step
+                if self.spikes.action == "skip":
+                    skipped = f"skipped the update of step {step.number}: a spike"
             if skipped is not None:
                 self.progress.skipped_steps += 1
                 self._message(skipped)
             self.progress.step = step.number
-            self.progress.loss = step.outcome.loss
-            self.progress.tokens += step.outcome.tokens
+            self.progress.loss = outcome.loss
+            self.progress.tokens += outcome.tokens
             self._record_time(step)
             if step.noted is not None:
                 self._log(step, step.noted)
+            if spike is not None and self.recorder is not None:
+                self.recorder.log(spike)
+        return None
 
     def _record_time(self, step: Step) -> None:
         """Record the time since the step before was read: that of the device, if the host is ahead."""

@@ -87,26 +87,18 @@ def test_batches_that_are_left_out_are_read_by_no_step(source):
     every = enumerate(steps(ranks_of(data, 1), STEPS), 1)
     expected = [batch for number, batch in every if number not in left_out]
     some = dataclasses.replace(data, leave_out=left_out[:2])
-    reading, at, layouts = ranks_of(some, 4), 0, cycle((1, 2, 8))
-    for stop in (3, 4, 6, len(expected)):
+    reading, at = ranks_of(some, 4), 0
+    for stop, ranks in ((3, 1), (4, 2), (6, 8), (len(expected), 1)):
         assert_equal(steps(reading, stop - at), expected[at:stop], f"steps {at} to {stop}")
-        reading, at = resumed(reading, ranks_of(some, next(layouts))), stop
+        reading, at = resumed(reading, ranks_of(some, ranks)), stop
         if stop == 3:
-            for each in reading:
-                each.load_state_dict({**each.state_dict(), "leave_out": left_out[2:]})
+            reading[0].load_state_dict({**reading[0].state_dict(), "leave_out": left_out[2:]})
     assert reading[0].state_dict()["batch"] == STEPS
-    assert_equal(
-        steps([loader(SYNTHETIC, split="validation")], 2)[0],
-        steps([loader(dataclasses.replace(SYNTHETIC, leave_out=[1]), split="validation")], 1)[0],
-    )
 
 
 def test_a_batch_that_is_left_out_has_the_size_of_the_step_that_would_have_read_it():
-    sizes = Sizes(8, T, [[3, 4]], [[4, 8]])  # steps of 4 x 8, then 8 x 8, then 8 x 16 tokens
-    cursor = Cursor(range(8), sizes, [2, 5])
-    read = [(cursor.advance()[0], cursor.batch) for _ in range(5)]
-    firsts = [(piece.number * T + piece.first, batch) for piece, batch in read]
-    assert firsts == [(0, 1), (64, 3), (96, 4), (192, 6), (256, 7)]
+    cursor = Cursor(range(8), Sizes(8, T, [[3, 4]]), [2, 5])
+    assert [cursor.advance()[0].number for _ in range(4)] == [0, 8, 12, 24]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Profiling(Observer):
         self._snapshots = self._writes and self.config.memory_snapshot
 
     def start(self) -> None:
+        self.close(None)  # if the run has gone back
         # Intervals begin after the last step already done.
         self._start_step = self.run.progress.step
         if self._snapshots:

@@ -33,6 +33,7 @@ class Records(Observer):
         """Open the file, on rank 0; arguments as of ``TensorFile``."""
         if dist.get_rank() == 0:
             start_step = self.run.progress.step
+            self.close(None)  # if the run has gone back
             self._file = TensorFile(self.run.folder, list(values), names, sizes, start_step, name)
 
     def keep(self, step: int, numbers: Tensor) -> None:
