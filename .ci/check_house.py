@@ -48,7 +48,7 @@ BUDGETS = {
 }
 SLACK = 1.03
 HARNESS_AT_MOST = 362_000
-TESTS_AT_MOST = 262_000
+TESTS_AT_MOST = 263_000
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
