@@ -69,9 +69,10 @@ class CheckpointLoader(CheckpointedRun):
         def find() -> list[Checkpoint]:
             own = self.folder.complete(FALLBACKS)[0]
             full = [each for each in own if each.holds == "full"]
-            if full or first is None or self.config.exclude_from_loading:
-                return full
-            return [open_checkpoint(first)]
+            if not full and first is not None and not self.config.exclude_from_loading:
+                with contextlib.suppress(DamagedCheckpoint):
+                    return [open_checkpoint(first)]
+            return full
 
         found = self.ranks.on_rank_zero(find)
         # That of another layout has no random states.

@@ -41,7 +41,9 @@ class Profiling(Observer):
         self._snapshots = self._writes and self.config.memory_snapshot
 
     def start(self) -> None:
-        self.close(None)  # if the run has gone back
+        if self._trace is not None:  # the run has gone back
+            self._trace.stop()
+            self._trace = None
         # Intervals begin after the last step already done.
         self._start_step = self.run.progress.step
         if self._snapshots:
