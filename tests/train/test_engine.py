@@ -185,6 +185,7 @@ NORM_CASES = rows("""
     optimizer.implementation=foreach                            cuda  false  false
     optimizer.implementation=for-loop                           cuda  false  false
     optimizer.implementation=foreach debug.non_finite=skip      cuda  false  true
+    optimizer.implementation=foreach debug.spikes=skip          cuda  false  true
     optimizer.implementation=foreach                            cpu   false  true
     precision=bf16_full                                         cpu   false  true
     parallelism.cpu_offload=true                                cuda  false  true
