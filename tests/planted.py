@@ -283,6 +283,17 @@ def one_share_in_order():
         yield
 
 
+def gathered_in_order_of_ranks():
+    """Gathered keys stay in the order of the ranks, although these have head and tail chunks."""
+
+    def in_order(self, own_BTKD):
+        gather = torch.distributed._functional_collectives.all_gather_single_autograd
+        every = gather(own_BTKD.contiguous(), 0, self.group)
+        return every.unflatten(0, (-1, len(own_BTKD))).transpose(0, 1).flatten(1, 2)
+
+    return patch.object(context.GatheredAttention, "_gathered", in_order)
+
+
 def tokens_of_every_context_rank():
     """Ranks that share a sequence all count its tokens."""
     return patch.object(Engine, "counts_tokens", Engine.has_loss)

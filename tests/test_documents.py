@@ -78,6 +78,7 @@ LAYOUTS = {
     "pp_interleaved": "parallelism=pp parallelism.pp_schedule=Interleaved1F1B",
     "compiled": "compile=on compile.backend=aot_eager activation_checkpoint=selective_op",
     "cp_ulysses": "parallelism=cp parallelism.cp_method=ulysses",
+    "cp_gather": "parallelism=cp parallelism.cp_method=gather",
     "pp_cp_ulysses": "parallelism=pp parallelism.cp=2 parallelism.cp_method=ulysses",
 }
 
@@ -87,7 +88,7 @@ def layout(name, *overrides):
     return compose_layouts(ParityConfig(matrix=LAYOUTS, layouts=[name]), list(overrides))[name]
 
 
-@pytest.mark.parametrize("name", ["fsdp", "pp_interleaved", "compiled", "cp_ulysses"])
+@pytest.mark.parametrize("name", ["fsdp", "pp_interleaved", "compiled", "cp_ulysses", "cp_gather"])
 def test_layouts_agree(pool, corpus, name):
     require_parity(pool, name, layout(name, *corpus))
 

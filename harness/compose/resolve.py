@@ -346,11 +346,10 @@ def check_attention(job: Job) -> None:
         rule = f"flash attention does not support sinks, and model={job.model.name} has them"
         raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
     if layout.cp > 1 and layout.cp_method == "ring":
+        other = "parallelism.cp_method=gather"
         if backend != "sdpa":
             rule = f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own"
-            raise ConfigError(
-                "training.attention", backend, rule, "sdpa, or parallelism.cp_method=ulysses"
-            )
+            raise ConfigError("training.attention", backend, rule, f"sdpa, or {other}")
         length = job.training.seq_len
         spans = [job.model.span(layer) for layer in range(job.model.num_blocks)]
         is_local = any(span.most_reach(length) < length for span in spans)
@@ -362,12 +361,10 @@ def check_attention(job: Job) -> None:
                 f"its kernels support the causal mask only, and model={job.model.name} has "
                 f"model.attention.{option}"
             )
-            raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
+            raise ConfigError("parallelism.cp_method", "ring", rule, ["gather", "ulysses"])
         if not job.data.attend_across_documents:
             rule = f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only"
-            works = (
-                "" if _has_conversations(job.kinds_of_data) else "true, or "
-            ) + "parallelism.cp_method=ulysses"
+            works = ("" if _has_conversations(job.kinds_of_data) else "true, or ") + other
             raise ConfigError("data.attend_across_documents", False, rule, works)
 
 

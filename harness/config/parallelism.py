@@ -20,7 +20,7 @@ KEPT_AFTER_FORWARD = ("head", "root")
 """FSDP groups that backward starts with: freed after forward only with
 ``reshard_after_forward=always``."""
 FSDP_BUFFERS = ("default", "registered", "symmetric")
-CP_METHODS = ("ring", "ulysses")
+CP_METHODS = ("ring", "ulysses", "gather")
 CP_ROTATE_METHODS = ("allgather", "alltoall")
 
 
@@ -35,6 +35,9 @@ pipeline_execution = functools.partial(execution, needs=PIPELINE)
 EXPERT_RANKS = Switch("parallelism.ep", "parallelism.ep=2", _several)
 CONTEXT = Switch("parallelism.cp", "parallelism.cp=2", _several)
 RING = Switch("parallelism.cp_method", on="ring")
+PIECES = Switch(
+    "parallelism.cp_method", "parallelism.cp_method=ring", ("ring", "gather").__contains__
+)
 SHARDS = Switch(
     "parallelism.dp_shard", "parallelism.dp_shard=2", _several, "parallelism.parameter_shards"
 )
@@ -67,13 +70,14 @@ class ParallelismConfig:
     host then never waits for their number. A step with more rows ends the run, and its update is not
     applied; no row is dropped. null: as many rows as there are."""
     cp_method: str = execution("ring", choices=CP_METHODS, needs=CONTEXT)
-    """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
-    for heads, arXiv:2309.14509)."""
+    """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889; causal attention only), ``ulysses``
+    (positions are exchanged for heads, arXiv:2309.14509; cp divides the key heads) or ``gather`` (each rank
+    takes all keys and values, arXiv:2407.21783; any mask and any cp, and the memory of all of them)."""
     cp_rotate_method: str = execution("allgather", choices=CP_ROTATE_METHODS, needs=(CONTEXT, RING))
     """With the ring: gather keys and values at once (``allgather``) or pass them on step by step
     (``alltoall``)."""
-    cp_load_balance: bool = execution(True, needs=(CONTEXT, RING))
-    """With the ring: give each rank a chunk of the sequence's head and one of its tail, for equal
+    cp_load_balance: bool = execution(True, needs=(CONTEXT, PIECES))
+    """With ring and gather: give each rank a chunk of the sequence's head and one of its tail, for equal
     work."""
     sequence_parallel: bool = execution(True, needs=TENSOR)
     """With tp: split norms and residuals along the sequence (arXiv:2205.05198)."""
@@ -208,7 +212,12 @@ class ParallelismConfig:
     @property
     def balances_context(self) -> bool:
         """Whether context-parallel ranks have positions from both ends of the sequence."""
-        return self.cp_method == "ring" and self.cp_load_balance
+        return self.cp_method != "ulysses" and self.cp_load_balance
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether attention takes the keys and values of all ranks of the sequence."""
+        return self.cp > 1 and self.cp_method == "gather"
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -323,7 +332,7 @@ class ParallelismConfig:
         )
 
     def _validate_context(self, model: ModelConfig) -> None:
-        if self.cp == 1 or self.cp_method == "ring":
+        if self.cp == 1 or self.cp_method != "ulysses":
             return
         heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads}
         of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
@@ -336,7 +345,7 @@ class ParallelismConfig:
             works = ", ".join(map(str, divisors(*(count // self.tp for count in heads.values()))))
             rule = f"ulysses exchanges heads: it must divide {', '.join(broken)}"
             raise ConfigError(
-                "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring"
+                "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=gather"
             )
 
     def padded(self, length: int) -> int:

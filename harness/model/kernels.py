@@ -66,13 +66,20 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
     ) -> Any | None:
         """Make the mask for ``forward``; None: causal, without further limits.
 
         Args:
             documents_BT: the document number of each position, equal numbers contiguous; None: a
                 sequence is one document.
+            length: number of keys.
+            first: position of the first query; there are ``length - first`` queries, the last ones.
         """
 
     @abstractmethod
@@ -94,14 +101,20 @@ class SdpaKernel(Kernel):
     """
 
     def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
     ) -> Tensor | None:
         if documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks:
             return None
         position = torch.arange(length, device=device)
-        visible = sees(self.spec.span, position.unsqueeze(1), position).unsqueeze(0)
+        visible = sees(self.spec.span, position[first:].unsqueeze(1), position).unsqueeze(0)
         if documents_BT is not None:
-            visible = visible & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
+            same = documents_BT[:, first:].unsqueeze(2) == documents_BT.unsqueeze(1)
+            visible = visible & same
         # All positions attend to the sink, the last key.
         return F.pad(visible, (0, int(self.spec.has_sinks)), value=True).unsqueeze(1)
 
@@ -120,7 +133,14 @@ class SdpaKernel(Kernel):
         if q_BTHD.device.type == "cpu":
             # The CPU's flash kernel needs equal widths; the other kernel saves the full square of
             # scores.
-            v_BTKE = F.pad(v_BTKE, (0, q_BTHD.shape[-1] - v_BTKE.shape[-1]))
+            v_BTKE = widened(v_BTKE, q_BTHD.shape[-1])
+        causal = mask is None and self.spec.causal
+        if causal and q_BTHD.shape[1] < k_BTKD.shape[1]:
+            # The last query sees all keys: torch's causal mask begins with the first query and key.
+            if q_BTHD.device.type == "cuda" and q_BTHD.dtype != torch.float32:
+                return self._flash_of_last(q_BTHD, k_BTKD, v_BTKE)
+            mask = self._mask_of_last(q_BTHD, k_BTKD)
+            causal = False
         memory_efficient = needs_memory_efficient(q_BTHD, k_BTKD, mask)
         if memory_efficient and grouped:
             # It has no grouped queries; torch would compute all scores, T x T for every head.
@@ -134,11 +154,27 @@ class SdpaKernel(Kernel):
                 k_BTKD.transpose(1, 2),
                 v_BTKE.transpose(1, 2),
                 attn_mask=mask,
-                is_causal=mask is None and self.spec.causal,
+                is_causal=causal,
                 scale=self.spec.scale,
                 enable_gqa=grouped,
             )
         return out_BHTE.transpose(1, 2)[..., :width]
+
+    def _flash_of_last(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor) -> Tensor:
+        """Causal attention of the last queries, by the flash kernel, which aligns them with the last keys."""
+        width = v_BTKE.shape[-1]
+        v_BTKE = widened(v_BTKE, q_BTHD.shape[-1])
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out_BHTE = flash(q, k, v, 0.0, True, scale=self.spec.scale)[0]
+        return out_BHTE.transpose(1, 2)[..., :width]
+
+    def _mask_of_last(self, q_BTHD: Tensor, k_BTKD: Tensor) -> Tensor:
+        """Which keys the last queries see, bool [queries, keys]."""
+        T = q_BTHD.shape[1]
+        S = k_BTKD.shape[1]
+        every = torch.ones(T, S, dtype=torch.bool, device=q_BTHD.device)
+        return every.tril(S - T)
 
     def _with_sink(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, sinks_H: Tensor
@@ -156,6 +192,12 @@ class SdpaKernel(Kernel):
         sink_B1KD = F.pad(k_BTKD.new_ones(1), (D, ALIGNED - 1)).expand(B, 1, K, -1)
         k_BTKD = torch.cat((F.pad(k_BTKD, (0, ALIGNED)), sink_B1KD), dim=1)
         return q_BTHD, k_BTKD, F.pad(v_BTKE, (0, 0, 0, 0, 0, 1))
+
+
+def widened(v_BTKE: Tensor, width: int) -> Tensor:
+    """Values with zeros up to a width, for kernels whose values are as wide as keys."""
+    missing = width - v_BTKE.shape[-1]
+    return F.pad(v_BTKE, (0, missing)) if missing else v_BTKE  # pad copies even if none is missing
 
 
 MEMORY_EFFICIENT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -179,17 +221,24 @@ class FlexKernel(Kernel):
     """
 
     def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
     ) -> BlockMask:
         if documents_BT is None:
-            return _block_mask(self.spec.span, length, device)
+            return _block_mask(self.spec.span, length, device, first)
         span = self.spec.span
 
         def own_past(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return sees(span, q, k) & (documents_BT[b, q] == documents_BT[b, k])
+            position = q + first
+            return sees(span, position, k) & (documents_BT[b, position] == documents_BT[b, k])
 
         B = documents_BT.shape[0]
-        return _on(device, create_block_mask)(own_past, B, None, length, length, device=device)
+        queries = length - first
+        return _on(device, create_block_mask)(own_past, B, None, queries, length, device=device)
 
     def forward(
         self,
@@ -219,9 +268,17 @@ class VarlenKernel(Kernel):
     """Flash attention over concatenated documents; CUDA and 16-bit formats only, no sinks."""
 
     def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
-    ) -> Tensor | None:
-        """Starts of documents in the flattened batch, and its length, int32. Chunks count as documents."""
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Starts of documents in the flattened queries and in the keys, and their numbers, int32.
+
+        Chunks count as documents. A document that ends before the first query has none there.
+        """
         chunk = self.spec.span.chunk
         if documents_BT is None and (chunk is None or chunk >= length):
             return None
@@ -233,14 +290,16 @@ class VarlenKernel(Kernel):
             begins_BT[:, ::chunk] = True
         # nonzero() waits for the device to know the number: the only wait in a pass.
         begins = begins_BT.flatten().nonzero().flatten()
-        return F.pad(begins, (0, 1), value=documents_BT.numel()).int()
+        keys = F.pad(begins, (0, 1), value=documents_BT.numel())
+        queries = keys // length * (length - first) + (keys % length - first).clamp(min=0)
+        return queries.int(), keys.int()
 
     def forward(
         self,
         q_BTHD: Tensor,
         k_BTKD: Tensor,
         v_BTKE: Tensor,
-        mask: Tensor | None,
+        mask: tuple[Tensor, Tensor] | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         # Imported here because it needs flash attention, which not every build of torch has.
@@ -248,20 +307,21 @@ class VarlenKernel(Kernel):
 
         assert sinks_H is None, "flash attention has no sinks: such jobs are refused"
         B, T, _, _ = q_BTHD.shape
+        S = k_BTKD.shape[1]
         if mask is None:
-            mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q_BTHD.device)
+            numbers = torch.arange(B + 1, dtype=torch.int32, device=q_BTHD.device)
+            mask = numbers * T, numbers * S
         width = v_BTKE.shape[-1]
-        v_BTKE = F.pad(v_BTKE, (0, q_BTHD.shape[-1] - width))
+        v_BTKE = widened(v_BTKE, q_BTHD.shape[-1])
         out = varlen_attn(
             q_BTHD.flatten(0, 1),
             k_BTKD.flatten(0, 1),
             v_BTKE.flatten(0, 1),
-            mask,
-            mask,
-            # An upper bound of documents' lengths; the exact maximum would need to wait for the
+            *mask,
+            # Upper bounds of documents' lengths; the exact maximum would need to wait for the
             # device.
             T,
-            T,
+            S,
             scale=self.spec.scale,
             window_size=(-1 if self.spec.span.window is None else self.spec.span.window - 1, 0),
             enable_gqa=True,
@@ -325,12 +385,15 @@ def largest_logits(
     return torch.stack(largest).amax(0) * spec.scale
 
 
-@lru_cache(maxsize=8)
-def _block_mask(span: AttentionSpan, length: int, device: torch.device) -> BlockMask:
+@lru_cache(maxsize=16)
+def _block_mask(
+    span: AttentionSpan, length: int, device: torch.device, first: int = 0
+) -> BlockMask:
     def past(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return sees(span, q, k)
+        return sees(span, q + first, k)
 
-    return _on(device, create_block_mask)(past, None, None, length, length, device=device)
+    queries = length - first
+    return _on(device, create_block_mask)(past, None, None, queries, length, device=device)
 
 
 def _on(device: torch.device, function: Any) -> Any:

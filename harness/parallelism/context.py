@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.tensor.experimental._context_parallel._attention import (
@@ -22,7 +23,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 
 from harness.config.parallelism import ParallelismConfig
 from harness.data.batch import Batch
-from harness.model.kernels import AttentionSpec, Kernel
+from harness.model.kernels import AttentionSpec, Kernel, widened
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 
@@ -42,21 +43,30 @@ def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfi
     for module in part.kernels:
         if layout.cp_method == "ulysses":
             module.inner = UlyssesAttention(module.inner, group)
+        elif layout.cp_method == "gather":
+            module.inner = GatheredAttention(module.inner, group, layout)
         else:
             module.inner = RingAttention(module.inner.spec, group, layout)
 
 
 def local_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tensor:
-    """Positions of the sequence that a context-parallel rank works on, in its order.
+    """Positions of the sequence that a context-parallel rank works on, in its order."""
+    return torch.cat([torch.arange(*piece) for piece in local_pieces(layout, seq_len, rank)])
+
+
+def local_pieces(layout: ParallelismConfig, seq_len: int, rank: int) -> list[tuple[int, int]]:
+    """Pieces of the sequence that a context-parallel rank works on, in its order: begin and end.
 
     Late positions attend to more keys than early ones. With load balancing, rank r has the r-th
     chunk from the head and the r-th from the tail, which is the same work on all ranks.
     """
-    positions = torch.arange(seq_len)
-    if layout.cp == 1 or not layout.balances_context:
-        return positions.chunk(layout.cp)[rank]
-    chunks = positions.chunk(2 * layout.cp)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
+    numbers = [rank]
+    chunks = layout.cp
+    if layout.cp > 1 and layout.balances_context:
+        chunks *= 2
+        numbers = [rank, chunks - 1 - rank]
+    length = seq_len // chunks
+    return [(number * length, number * length + length) for number in numbers]
 
 
 def local_positions_of(batch: Batch, positions_S: Tensor | None) -> Batch:
@@ -79,7 +89,12 @@ class RingAttention(Kernel):
         self.options = group.group_name, layout.balances_context, layout.cp_rotate_method
 
     def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
     ) -> None:
         causal = documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks
         assert causal, "the ring supports the causal mask only: other jobs are refused"
@@ -98,7 +113,7 @@ class RingAttention(Kernel):
         q_BTHD = (
             q_BTHD if self.spec.scale == width**-0.5 else q_BTHD * (self.spec.scale * width**0.5)
         )
-        v_BTKE = F.pad(v_BTKE, (0, width - value_width))
+        v_BTKE = widened(v_BTKE, width)
         q_BHTD, k_BKTD, v_BKTE = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
         out_BHTE, _ = ring_attention(q_BHTD, k_BKTD, v_BKTE, *self.options)
         return out_BHTE.transpose(1, 2)[..., :value_width]
@@ -117,7 +132,12 @@ class UlyssesAttention(Kernel):
         self.ranks = group.size()
 
     def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
     ) -> Any | None:
         return self.inner.mask(documents_BT, batch, length, device)
 
@@ -146,6 +166,69 @@ class UlyssesAttention(Kernel):
         """Send the r-th piece along the first dimension to rank r; return the pieces of all ranks."""
         pieces = by_rank.contiguous()
         return all_to_all_single_autograd(pieces, None, None, self.group).view(pieces.shape)
+
+
+class GatheredAttention(Kernel):
+    """This rank's queries attend to the keys and values of all ranks (arXiv:2407.21783, section 3.3.2).
+
+    Works with any kernel, mask and number of ranks. It takes the memory of all ranks' keys and values, and
+    their gradients are summed in the dtype of the keys.
+    """
+
+    def __init__(self, inner: Kernel, group: dist.ProcessGroup, layout: ParallelismConfig) -> None:
+        super().__init__(inner.spec)
+        self.inner = inner
+        self.group = group
+        self.layout = layout
+
+    def mask(
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
+    ) -> tuple[Any | None, ...]:
+        """The mask of each of this rank's pieces of the sequence."""
+        masks = []
+        for begin, end in self._pieces(length):
+            documents = None if documents_BT is None else documents_BT[:, :end]
+            masks.append(self.inner.mask(documents, batch, end, device, begin))
+        return tuple(masks)
+
+    def forward(
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        mask: Any,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        widths = [k_BTKD.shape[-1], v_BTKE.shape[-1]]
+        k, v = self._gathered(torch.cat((k_BTKD, v_BTKE), dim=-1)).split(widths, dim=-1)
+        pieces = self._pieces(k.shape[1])
+        queries = q_BTHD.chunk(len(pieces), dim=1)
+        found = [
+            # No query of a piece sees a key after its end.
+            self.inner(q, k[:, :end], v[:, :end], own, sinks_H)
+            for q, own, (_, end) in zip(queries, mask, pieces, strict=True)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def _pieces(self, length: int) -> list[tuple[int, int]]:
+        return local_pieces(self.layout, length, self.group.rank())
+
+    def _gathered(self, own_BTKD: Tensor) -> Tensor:
+        """The whole sequence, in its order."""
+        batch = len(own_BTKD)
+        # Since torch 2.13; older ones are refused (mesh.py).
+        gather = _functional_collectives.all_gather_single_autograd
+        every = gather(own_BTKD.contiguous(), 0, self.group)
+        by_rank = every.unflatten(0, (-1, batch))
+        if self.layout.balances_context:
+            heads, tails = by_rank.chunk(2, dim=2)
+            by_rank = torch.cat((heads, tails.flip(0)))
+        return by_rank.transpose(0, 1).flatten(1, 2)
 
 
 # Ring attention as one custom operator. torch implements causal ring attention in

@@ -106,8 +106,8 @@ def build_mesh(
 def refuse_older_torch(layout: ParallelismConfig, device: torch.device) -> None:
     """Raise ConfigError where torch is older than 2.13 and the layout needs what it lacks.
 
-    Tensor parallel needs placements of gradients (``DTensor.from_local``). Of pipelines on CPUs the
-    schedules with a V fail to connect. On GPUs no layout of several ranks has been tried.
+    Tensor parallel needs placements of gradients (``DTensor.from_local``), and gathering keys a function. Of
+    pipelines on CPUs the schedules with a V fail to connect. On GPUs no layout of several ranks was tried.
     """
     if torch.__version__ >= "2.13":
         return
@@ -116,6 +116,8 @@ def refuse_older_torch(layout: ParallelismConfig, device: torch.device) -> None:
         degree = layout.degrees[axis]
         if degree > 1:
             raise ConfigError(f"parallelism.{axis}", degree, rule, "1, or torch 2.13")
+    if layout.gathers_keys:
+        raise ConfigError("parallelism.cp_method", "gather", rule, "ring, ulysses, or torch 2.13")
     ranks = layout.world_size
     if device.type == "cuda" and ranks > 1:
         works = "one rank, cpu, or torch 2.13"

@@ -115,7 +115,12 @@ class WatchedKernel(Kernel):
         self.max_logits = max_logits
 
     def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+        self,
+        documents_BT: Tensor | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        first: int = 0,
     ) -> tuple[Any, Tensor | None, list[Tensor]]:
         # Made on the device, so that the host does not wait for a copy.
         with device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,13 @@ import torch.distributed as dist
 
 from harness.config.model import AttentionSpan
 from harness.config.parallelism import ParallelismConfig
-from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
-from harness.parallelism.context import RingAttention, UlyssesAttention, local_positions
+from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel, sees
+from harness.parallelism.context import (
+    GatheredAttention,
+    RingAttention,
+    UlyssesAttention,
+    local_positions,
+)
 from harness.parallelism.mesh import context_groups
 
 B, T, H, K, D = 2, 24, 8, 4, 8
@@ -20,10 +26,21 @@ LAYOUTS = {
     "alltoall": ParallelismConfig(cp=2, cp_rotate_method="alltoall"),
     "unbalanced": ParallelismConfig(cp=2, cp_load_balance=False),
     "ulysses": ParallelismConfig(cp=2, cp_method="ulysses"),
+    "gather": ParallelismConfig(cp=2, cp_method="gather"),
+    "gather_unbalanced": ParallelismConfig(cp=2, cp_method="gather", cp_load_balance=False),
 }
 
 # Not the default scale of kernels.
 REACH = AttentionSpec(AttentionSpan(), 0.3)
+LOCAL = {
+    "window": AttentionSpec(AttentionSpan(window=5), 0.3),
+    "chunk": AttentionSpec(AttentionSpan(chunk=7), 0.3),
+    "sinks": AttentionSpec(AttentionSpan(), 0.3, has_sinks=True),
+    "causal": REACH,
+}
+CPU = torch.device("cpu")
+# Of two sequences, with padding at the end of the second.
+DOCUMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 12, [0] * 11 + [1] * 8 + [-1] * 5])
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
@@ -58,6 +75,8 @@ def difference(layout, seed, compiled, dtype):
     kernel: Kernel = RingAttention(REACH, group, layout)
     if layout.cp_method == "ulysses":
         kernel = UlyssesAttention(SdpaKernel(REACH), group)
+    if layout.cp_method == "gather":
+        kernel = GatheredAttention(SdpaKernel(REACH), group, layout)
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
     weights = torch.randn(B, T, H, D, generator=generator).to(dtype)
@@ -67,17 +86,17 @@ def difference(layout, seed, compiled, dtype):
     if compiled:
         torch._dynamo.reset()
         kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)
-    found = run(kernel, local, weights[:, positions])
+    found = run(kernel, local, weights[:, positions], kernel.mask(None, B, T, CPU))
     return [
         float((a - b[:, positions]).float().norm() / b[:, positions].float().norm())
         for a, b in zip(found, expected, strict=True)
     ]
 
 
-def run(kernel, tensors, weights):
+def run(kernel, tensors, weights, mask=None, sinks=None):
     """Output, and gradients of queries, keys and values."""
     leaves = [x.clone().requires_grad_() for x in tensors]
-    out = kernel(*leaves, None)
+    out = kernel(*leaves, mask, sinks)
     (out * weights).sum().backward()
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
@@ -94,7 +113,79 @@ def test_attention_over_split_sequences(pool, name, cp):
         assert max(found) < 2e-2
 
 
-@pytest.mark.parametrize("name", ["allgather", "alltoall", "ulysses"])
+def difference_of_masks(layout, spec, documents):
+    """The same for masks that the ring does not have; ``documents``: whether they do not see each other."""
+    group = dist.group.WORLD
+    assert group is not None
+    numbers = DOCUMENTS if documents else None
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
+    weights = torch.randn(B, T, H, D, generator=generator)
+    sinks = torch.randn(H, generator=generator) if spec.has_sinks else None
+    plain = SdpaKernel(spec)
+    expected = run(plain, tensors, weights, plain.mask(numbers, B, T, CPU), sinks)
+    positions = local_positions(layout, T, dist.get_rank())
+    kernel = GatheredAttention(SdpaKernel(spec), group, layout)
+    local = [x[:, positions] for x in tensors]
+    mask = kernel.mask(numbers, B, T, CPU)
+    found = run(kernel, local, weights[:, positions], mask, sinks)
+    wanted = [each[:, positions] for each in expected]
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("spec", LOCAL.values(), ids=LOCAL)
+@pytest.mark.parametrize("name", ["gather", "gather_unbalanced"])
+def test_any_mask_over_three_ranks(pool, name, spec, documents):
+    """Three divide neither the query nor the key heads."""
+    layout = ParallelismConfig(**{**vars(LAYOUTS[name]), "cp": 3})
+    for found in pool.run(3, difference_of_masks, layout, spec, documents):
+        assert max(found) < 1e-6
+
+
+def flash(q, k, v, spec):
+    """Attention of one document as flash attention aligns it: the last query with the last key."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    position = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
+    seen = sees(spec.span, position, torch.arange(len(k)))
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("documents", [DOCUMENTS, None], ids=["documents", "whole"])
+@pytest.mark.parametrize("span", [AttentionSpan(), AttentionSpan(window=5), AttentionSpan(chunk=7)])
+def test_masks_of_last_queries(span, documents):
+    """Masks of queries 8 to 19 are those of all 20: for sdpa, flex, and flash attention over documents."""
+    first, length = 8, 20
+    spec = AttentionSpec(span, 0.3)
+    if documents is not None:
+        documents = documents[:, :length]
+    q, k, v = (torch.randn(B, length, heads, D) for heads in (H, H, H))
+    whole = SdpaKernel(spec)
+    expected = whole(q, k, v, whole.mask(documents, B, length, CPU))[:, first:]
+    last = q[:, first:]
+    for kernel in (whole, FlexKernel(spec)):
+        found = kernel(last, k, v, kernel.mask(documents, B, length, CPU, first))
+        torch.testing.assert_close(found, expected)
+    offsets = VarlenKernel(spec).mask(documents, B, length, CPU, first)
+    if offsets is None:
+        rows = torch.arange(B + 1)
+        offsets = rows * (length - first), rows * length
+    queries, keys = (pairwise(each.tolist()) for each in offsets)
+    pieces = [
+        flash(
+            last.flatten(0, 1)[slice(*own)],
+            k.flatten(0, 1)[slice(*seen)],
+            v.flatten(0, 1)[slice(*seen)],
+            spec,
+        )
+        for own, seen in zip(queries, keys, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(pieces).unflatten(0, (B, -1)), expected)
+
+
+@pytest.mark.parametrize("name", ["allgather", "alltoall", "ulysses", "gather"])
 def test_compiled_in_one_graph(pool, name):
     for found in pool.run(2, difference, LAYOUTS[name], 2, True, torch.float32):
         assert max(found) < 1e-6

@@ -91,7 +91,7 @@ class FlowMatching(Objective):
                 "parallelism.cp_method",
                 layout.cp_method if layout.cp > 1 else "ulysses",
                 "ulysses",
-                "kernels of the ring support the causal mask only",
+                "the others support causal attention only",
             ),
             (
                 "training.objective_options.guidance",

@@ -240,7 +240,10 @@ class Worker:
             recompute = Pass(forward.compute * (1 - ac.memory_budget))
         elif ac.covers(layer) and ac.mode == "selective_op":
             kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
-            gathers = (each for each in tensor_again if each.collective == "all_gather")
+            repeated = (
+                (*tensor_again, *context.collectives) if layout.gathers_keys else tensor_again
+            )
+            gathers = (each for each in repeated if each.collective == "all_gather")
             computed = (products + casts_of_weights) * (1 - kept) + others
             recompute = Pass(computed, tuple(gathers))
         elif ac.covers(layer):
@@ -322,13 +325,13 @@ class Worker:
         )
 
     def _attention_seconds(self, operations: Operations) -> float:
-        """Seconds of attention's forward; for a ring without load balance, on its last rank."""
+        """Seconds of attention's forward; without a balanced order of positions, on the last rank."""
         layout = self.layout
         flops = self.rows * operations.attention.flops / layout.tp
         if self.machine.software.attention in PADDED_KERNELS:
             widths = operations.attention.score_width, operations.attention.value_width
             flops *= sum(1 << (width - 1).bit_length() for width in widths) / sum(widths)
-        if layout.cp > 1 and layout.cp_method == "ring" and not layout.cp_load_balance:
+        if layout.cp > 1 and layout.cp_method != "ulysses" and not layout.cp_load_balance:
             # Rank r of n attends to r full pieces and half of its own, n / 2 in the mean.
             flops *= (2 * layout.cp - 1) / layout.cp
         return self.machine.attention_seconds(flops, self.job.precision.param_dtype)

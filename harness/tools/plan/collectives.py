@@ -80,7 +80,8 @@ def context_parallel(
 ) -> tuple[Pass, Pass]:
     """What context parallelism adds to forward and backward of a block's attention.
 
-    Ulysses exchanges heads for positions, and back. A ring passes keys and values on, in backward
+    Ulysses exchanges heads for positions, and back. Gathering takes the keys and values of all ranks, and
+    adds up and scatters their gradients. A ring passes keys and values on, in backward
     also their gradients in float32, and merges partial results
     (torch/distributed/tensor/experimental/_context_parallel/_attention.py,
     _templated_ring_attention_backward).
@@ -108,6 +109,13 @@ def context_parallel(
             0.0, over("all_to_all", [(queries + keys) * value_bytes, outputs * value_bytes])
         )
         return both, both
+    if layout.cp_method == "gather":
+        whole = keys * cp
+        # Copied to be sent, in order of positions, and their gradients by piece and added up.
+        copied = machine.pass_seconds(2 * value_bytes * whole)
+        gathered = over("all_gather", [whole * value_bytes])
+        scattered = over("reduce_scatter", [whole * value_bytes])
+        return Pass(copied, gathered), Pass(3 * copied, scattered)
     # Half of a load-balanced ring's steps work on half of the rows.
     share, copying = (0.75, RING_COPY / 2) if layout.cp_load_balance else (1.0, 0.0)
 

@@ -29,6 +29,12 @@ GROUPED = ("moe.gate", "moe.up", "moe.outputs")
 """Products of experts."""
 
 
+GATHERED = ("k", "v")
+"""Saved tensors that context parallel by gathering has of all ranks."""
+GATHERED_GRADIENTS = 3
+"""Gradients of all ranks' keys and values that exist at once (by rehearsal)."""
+
+
 @dataclass(frozen=True)
 class PartBytes:
     """Bytes of activations of one part and one microbatch."""
@@ -111,19 +117,48 @@ class ActivationBytes(Memo):
         return self.once(key, lambda: self._block(layer, covered))
 
     def _block(self, layer: int, covered: bool) -> PartBytes:
-        job = self.job
-        declared = self.costs.block_activations(
-            job.model, layer, job.training.seq_len, on_cpu=self.cpu
-        )
+        declared = self._declared(layer)
         everything = self._without_recomputation(declared, layer)
         gradients = self.total(declared.backward)
-        late = self.total(declared.late_backward) + self._ring()
+        late = self.total(declared.late_backward) + self._ring() + self._gathered_gradients()
         if not covered:
             forward = everything + self.stream + self.summand
             return PartBytes(everything, forward, everything + gradients, late)
         kept, extra = self._recomputed(declared, layer, everything)
         forward = kept + self.total(declared.forward)
         return PartBytes(kept, forward, everything + extra + gradients, late + extra)
+
+    def _declared(self, layer: int) -> PartActivations:
+        """What a block saves; where keys and values are gathered, those of all ranks."""
+        job = self.job
+        declared = self.costs.block_activations(
+            job.model, layer, job.training.seq_len, on_cpu=self.cpu
+        )
+        if not job.parallelism.gathers_keys:
+            return declared
+        kept = []
+        for each in declared.kept:
+            ranks = job.parallelism.cp if each.name in GATHERED else 1
+            kept.append(replace(each, width=each.width * ranks))
+        if job.parallelism.balances_context:
+            # Attention of each piece saves its own result.
+            attended = job.model.n_heads * job.model.value_width
+            kept.append(SavedTensor("attended by piece", attended, INNER))
+        # The values' own product is not what attention saves.
+        products = [
+            replace(each, name="wv") if each.name == "v" else each for each in declared.products
+        ]
+        return replace(declared, kept=tuple(kept), products=tuple(products))
+
+    def _gathered_gradients(self) -> float:
+        """Bytes of gradients of gathered keys and values: of both pieces of queries, and their sum."""
+        model = self.job.model
+        layout = self.job.parallelism
+        if not layout.gathers_keys:
+            return 0.0
+        both = model.n_kv_heads * (model.head_width + model.value_width)
+        values = GATHERED_GRADIENTS * layout.cp * both
+        return self.tokens * values * self.sizes["compute"] / self.degree[INNER]
 
     def _ring(self) -> float:
         """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).

@@ -233,15 +233,22 @@ _asked_mask = VarlenKernel.mask
 
 
 def _mask(
-    kernel: VarlenKernel, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
-) -> Tensor | None:
+    kernel: VarlenKernel,
+    documents_BT: Tensor | None,
+    batch: int,
+    length: int,
+    device: torch.device,
+    first: int = 0,
+) -> tuple[Tensor, Tensor] | None:
     """Return offsets of documents (or chunks): as many as in training, but all zero."""
-    if _asked_mask(kernel, documents_BT, batch, length, device) is None:
+    if _asked_mask(kernel, documents_BT, batch, length, device, first) is None:
         return None
     pieces = DOCUMENTS if documents_BT is not None else 1
     if kernel.spec.span.chunk is not None:
         pieces = max(pieces, -(-length // kernel.spec.span.chunk))
-    return F.pad(torch.empty(batch * pieces, dtype=torch.int64, device=device), (0, 1)).int()
+    begins = torch.empty(batch * pieces, dtype=torch.int64, device=device)
+    offsets = F.pad(begins, (0, 1)).int()
+    return offsets, offsets
 
 
 _prepare = PipelineStage._prepare_forward_infra

@@ -30,7 +30,8 @@ COMBINED = """
     tp4 tp_no_sequence tp_no_loss_parallel fsdp_tp_plain fsdp_tp_offload
     pp_gpipe pp4_1f1b pp_layers_per_stage fsdp_pp tp_pp tp_pp_zbv
     hsdp_tp hsdp_pp fsdp_tp_pp_interleaved fsdp_tp_pp_dualpipev
-    cp4 tp_cp_ulysses pp_cp_zbv hsdp_cp fsdp_tp_cp tp_pp_cp fsdp_pp_cp cp_compiled_recompute_op
+    cp4 cp4_gather cp_gather_unbalanced tp_cp_gather
+    tp_cp_ulysses pp_cp_zbv hsdp_cp fsdp_tp_cp tp_pp_cp fsdp_pp_cp cp_compiled_recompute_op
     tp_recompute_budget fsdp_tp_recompute_op fsdp_tp_compiled_recompute_op fsdp_compiled_recompute_full
     fsdp_chunked_loss tp_plain_chunked_loss fsdp_tp_chunked_loss pp_zbv_chunked_loss
     fsdp_accumulate fsdp_pp_accumulate fsdp_pp_zbv fsdp_recompute_full
@@ -199,6 +200,7 @@ PLANTED = [
     (planted.named_by_stage, "pp_1f1b", "", "value of layers.2.attention.wq.weight"),
     (planted.own_positions_from_zero, "cp", "", "output of layers.0.attention.inner"),
     (planted.one_share_in_order, "cp", "", "output of tok_embeddings"),
+    (planted.gathered_in_order_of_ranks, "cp_gather", "", "output of layers.0.attention.inner"),
     (planted.tokens_of_every_context_rank, "fsdp_cp", "", "number of tokens"),
     (planted.loss_of_one_context_rank, "cp", "", "loss,"),
     (planted.normalizer_of_own_vocabulary, "tp_plain_chunked_loss", "", "loss,"),
