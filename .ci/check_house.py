@@ -32,11 +32,11 @@ BUDGETS = {
     "util": 8_400,
     "config": 31_000,
     "data": 30_600,
-    "model": 19_900,
+    "model": 20_400,
     "metrics": 7_600,
     "run": 3_520,
     "precision": 3_370,
-    "parallelism": 19_300,
+    "parallelism": 19_800,
     "optimizer": 9_800,
     "checkpoint": 13_757,
     "weights": 20_502,
@@ -47,8 +47,8 @@ BUDGETS = {
     "contrib": 26_060,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 362_000
-TESTS_AT_MOST = 263_000
+HARNESS_AT_MOST = 363_500
+TESTS_AT_MOST = 264_800
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
