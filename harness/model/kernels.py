@@ -163,8 +163,8 @@ class SdpaKernel(Kernel):
     def _flash_of_last(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor) -> Tensor:
         """Causal attention of the last queries, by the flash kernel, which aligns them with the last keys."""
         width = v_BTKE.shape[-1]
-        v_BTKE = widened(v_BTKE, q_BTHD.shape[-1])
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
+        aligned = -(-q_BTHD.shape[-1] // ALIGNED) * ALIGNED
+        q, k, v = (widened(x, aligned).transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out_BHTE = flash(q, k, v, 0.0, True, scale=self.spec.scale)[0]
         return out_BHTE.transpose(1, 2)[..., :width]
@@ -194,10 +194,10 @@ class SdpaKernel(Kernel):
         return q_BTHD, k_BTKD, F.pad(v_BTKE, (0, 0, 0, 0, 0, 1))
 
 
-def widened(v_BTKE: Tensor, width: int) -> Tensor:
-    """Values with zeros up to a width, for kernels whose values are as wide as keys."""
-    missing = width - v_BTKE.shape[-1]
-    return F.pad(v_BTKE, (0, missing)) if missing else v_BTKE  # pad copies even if none is missing
+def widened(x: Tensor, width: int) -> Tensor:
+    """Heads with zeros up to a width, for kernels that need aligned widths, or values as wide as keys."""
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x  # pad copies even if none is missing
 
 
 MEMORY_EFFICIENT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -36,9 +36,10 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     options = torch._dynamo.config
     config = job.compile
     layout = job.parallelism
-    options.recompile_limit = max(
-        options.recompile_limit, GRAPHS_PER_LENGTH * len(job.sizes.lengths)
-    )
+    # Gathered keys are attended to by each piece of a rank's queries, and their numbers differ.
+    pieces = 2 if layout.gathers_keys and layout.balances_context else 1
+    graphs = GRAPHS_PER_LENGTH * pieces * len(job.sizes.lengths)
+    options.recompile_limit = max(options.recompile_limit, graphs)
     options.accumulated_recompile_limit = max(
         options.accumulated_recompile_limit, options.recompile_limit
     )

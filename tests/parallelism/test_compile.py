@@ -139,16 +139,18 @@ def test_numbers_of_rows_of_an_expert_rank_share_a_graph():
     assert watch.graphs == 1
 
 
-def test_the_limit_of_graphs_is_for_all_lengths(monkeypatch):
+@pytest.mark.parametrize(
+    "layout, pieces", [([], 1), (["parallelism=cp", "parallelism.cp_method=gather"], 2)]
+)
+def test_the_limit_of_graphs_is_for_all_lengths(monkeypatch, layout, pieces):
     """Two masks, with gradients and without, for each length; nobody asks to compile FlexAttention."""
     lengths = [{"until_step": step, "tokens": 16 * step} for step in range(1, 4)]
-    job = jobs.tiny(
-        "model=llama3_debug", "training.attention=flex", "cluster=slurm", "cluster.device=cuda"
-    )
+    typed = "model=llama3_debug training.attention=flex cluster=slurm cluster.device=cuda"
+    job = jobs.tiny(*typed.split(), *layout)
     job = with_value(job, "schedule.seq_len", lengths)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     prepare_compiler(job, torch.device("cuda"))
-    assert torch._dynamo.config.recompile_limit >= 4 * len(job.sizes.lengths) > 8
+    assert torch._dynamo.config.recompile_limit >= 8 * pieces * len(job.sizes.lengths) > 8
 
 
 def test_more_graphs_than_the_limit_are_an_error():

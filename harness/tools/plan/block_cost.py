@@ -240,11 +240,12 @@ class Worker:
             recompute = Pass(forward.compute * (1 - ac.memory_budget))
         elif ac.covers(layer) and ac.mode == "selective_op":
             kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
-            repeated = (
-                (*tensor_again, *context.collectives) if layout.gathers_keys else tensor_again
-            )
-            gathers = (each for each in repeated if each.collective == "all_gather")
+            repeated = tensor_again
             computed = (products + casts_of_weights) * (1 - kept) + others
+            if layout.gathers_keys:
+                repeated = (*repeated, *context.collectives)
+                computed += context.compute
+            gathers = (each for each in repeated if each.collective == "all_gather")
             recompute = Pass(computed, tuple(gathers))
         elif ac.covers(layer):
             collectives = (*tensor_again, *context.collectives, *experts)
