@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from harness.config.model import AttentionSpan
 from harness.config.parallelism import ParallelismConfig
-from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel, sees
+from harness.model.kernels import AttentionSpec, FlexKernel, SdpaKernel, VarlenKernel, sees
 from harness.parallelism.context import (
     GatheredAttention,
     RingAttention,
@@ -68,29 +68,30 @@ def test_groups_are_neighbours_on_the_shard_axis():
     assert groups == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
 
 
-def difference(layout, seed, compiled, dtype):
+def difference(layout, seed, compiled, dtype, spec=REACH, documents=None):
     """Relative error of this rank's output and gradients against those of unsplit sequences."""
-    group, rank = dist.group.WORLD, dist.get_rank()
+    group = dist.group.WORLD
     assert group is not None
-    kernel: Kernel = RingAttention(REACH, group, layout)
-    if layout.cp_method == "ulysses":
-        kernel = UlyssesAttention(SdpaKernel(REACH), group)
-    if layout.cp_method == "gather":
-        kernel = GatheredAttention(SdpaKernel(REACH), group, layout)
+    kernels = {
+        "ring": RingAttention(spec, group, layout),
+        "ulysses": UlyssesAttention(SdpaKernel(spec), group),
+        "gather": GatheredAttention(SdpaKernel(spec), group, layout),
+    }
+    plain, kernel = SdpaKernel(spec), kernels[layout.cp_method]
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
     weights = torch.randn(B, T, H, D, generator=generator).to(dtype)
-    expected = run(SdpaKernel(REACH), tensors, weights)
-    positions = local_positions(layout, T, rank)
+    sinks = torch.randn(H, generator=generator) if spec.has_sinks else None
+    expected = run(plain, tensors, weights, plain.mask(documents, B, T, CPU), sinks)
+    positions = local_positions(layout, T, dist.get_rank())
     local = [x[:, positions] for x in tensors]
+    mask = kernel.mask(documents, B, T, CPU)
     if compiled:
         torch._dynamo.reset()
         kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)
-    found = run(kernel, local, weights[:, positions], kernel.mask(None, B, T, CPU))
-    return [
-        float((a - b[:, positions]).float().norm() / b[:, positions].float().norm())
-        for a, b in zip(found, expected, strict=True)
-    ]
+    found = run(kernel, local, weights[:, positions], mask, sinks)
+    wanted = [each[:, positions].float() for each in expected]
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
 
 
 def run(kernel, tensors, weights, mask=None, sinks=None):
@@ -113,33 +114,13 @@ def test_attention_over_split_sequences(pool, name, cp):
         assert max(found) < 2e-2
 
 
-def difference_of_masks(layout, spec, documents):
-    """The same for masks that the ring does not have; ``documents``: whether they do not see each other."""
-    group = dist.group.WORLD
-    assert group is not None
-    numbers = DOCUMENTS if documents else None
-    generator = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
-    weights = torch.randn(B, T, H, D, generator=generator)
-    sinks = torch.randn(H, generator=generator) if spec.has_sinks else None
-    plain = SdpaKernel(spec)
-    expected = run(plain, tensors, weights, plain.mask(numbers, B, T, CPU), sinks)
-    positions = local_positions(layout, T, dist.get_rank())
-    kernel = GatheredAttention(SdpaKernel(spec), group, layout)
-    local = [x[:, positions] for x in tensors]
-    mask = kernel.mask(numbers, B, T, CPU)
-    found = run(kernel, local, weights[:, positions], mask, sinks)
-    wanted = [each[:, positions] for each in expected]
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-
-
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("spec", LOCAL.values(), ids=LOCAL)
 @pytest.mark.parametrize("name", ["gather", "gather_unbalanced"])
 def test_any_mask_over_three_ranks(pool, name, spec, documents):
     """Three divide neither the query nor the key heads."""
     layout = ParallelismConfig(**{**vars(LAYOUTS[name]), "cp": 3})
-    for found in pool.run(3, difference_of_masks, layout, spec, documents):
+    for found in pool.run(3, difference, layout, 3, False, torch.float32, spec, documents):
         assert max(found) < 1e-6
 
 
