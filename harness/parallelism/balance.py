@@ -33,6 +33,18 @@ LOADS = (
         "The same for one layer; the name ends in its number.",
         "mixtures",
     ),
+    Metric(
+        "moe.rank_load_max",
+        "ratio",
+        "Largest load of a rank of experts over the mean: the others wait for it.",
+        "mixtures, `parallelism.ep`",
+    ),
+    Metric(
+        "moe.rank_load_max.*",
+        "ratio",
+        "The same for one layer; the name ends in its number.",
+        "mixtures, `parallelism.ep`",
+    ),
     Metric("moe.unused", "count", "Experts without a token, over all layers.", "mixtures"),
     Metric(
         "moe.dropped", "count", "Choices of an expert that were not computed: always 0.", "mixtures"
@@ -125,4 +137,12 @@ class Balance:
         }
         for layer, row in self.rows.items():
             metrics |= {f"moe.load_max.{layer}": most[row], f"moe.load_min.{layer}": least[row]}
+        ranks = self.job.parallelism.ep
+        if ranks > 1:
+            # Each rank has as many experts, in order.
+            load_MR = load_ME.unflatten(1, (ranks, -1)).sum(2)
+            fullest = (load_MR.amax(1) / load_MR.mean(1)).tolist()
+            metrics["moe.rank_load_max"] = max(fullest)
+            for layer, row in self.rows.items():
+                metrics[f"moe.rank_load_max.{layer}"] = fullest[row]
         return metrics

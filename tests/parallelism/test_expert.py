@@ -50,6 +50,12 @@ def stepped(job_json):
     metrics = engine.balance.metrics(engine.balance.load_ME, job.sizes.at(1).tokens)
     assert metrics["moe.dropped"] == 0
     assert metrics["moe.load_max"] > 1 > metrics["moe.load_min"]
+    ranks = job.parallelism.ep
+    layers = [row.view(ranks, -1).sum(1).tolist() for row in engine.balance.load_ME]
+    fullest = [max(loads) * ranks / sum(loads) for loads in layers]
+    shown = [metrics.get(f"moe.rank_load_max.{layer}") for layer in job.model.expert_layers]
+    assert shown == (pytest.approx(fullest) if ranks > 1 else [None] * len(fullest))
+    assert metrics.get("moe.rank_load_max") == (max(shown) if ranks > 1 else None)
     return engine.balance.load_ME.tolist(), found.count(ON_HOST)
 
 
