@@ -435,7 +435,8 @@ def test_every_column_that_runs_write_is_described_and_no_other(tmp_path, monkey
         (of_rank, metrics_of_ranks(observers)),
         (result, metrics_of_result()),
     ):
-        names = {column.name for column in described}
+        # The runs have one rank.
+        names = {column.name for column in described if "rank_load" not in column.name}
         stems = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
         exact = {name for name in names if not name.endswith("*")}
         assert {
