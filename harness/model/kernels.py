@@ -8,7 +8,6 @@ modules.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +25,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from harness.config.model import AttentionSpan
+from harness.data.batch import PADDING
 from harness.util.errors import ConfigError
 
 # B: batch, T: sequence, H: query heads, K: key and value heads, D: head width, E: head width of
@@ -359,30 +359,43 @@ def sees(span: AttentionSpan, q: Tensor, k: Tensor) -> Tensor:
 
 
 LOGITS_AT_ONCE = 2**24
-"""Scores in memory at once in ``largest_logits``: 64 MiB in float32, and as much again for a copy."""
+"""Scores in memory at once in ``largest_logits``: 32 MiB in 16-bit formats."""
 
 
 def largest_logits(
     spec: AttentionSpec,
     q_BTHD: Tensor,
     k_BSKD: Tensor,
-    visible: Callable[[slice], Tensor],
+    documents_BS: Tensor | None,
+    first: int = 0,
 ) -> Tensor:
     """Return the largest score of each query head, as softmax gets it, float32 [H]; -inf without a pair.
 
+    Products are rounded to the format of queries and keys.
+
     Args:
-        visible: of some of the queries, which keys they attend to, bool [B or 1, queries, S].
+        documents_BS: the document number of each key's position, as of ``Kernel.mask``; queries of padding
+            do not count.
+        first: position of the first query, whose positions are contiguous.
     """
     B, T, H, _ = q_BTHD.shape
     rows = max(1, LOGITS_AT_ONCE // (B * H * k_BSKD.shape[1]))
     q_BTKGD = q_BTHD.unflatten(2, (k_BSKD.shape[2], -1))
+    position_S = torch.arange(first + T, device=q_BTHD.device)
     largest = []
     for start in range(0, T, rows):
-        some = slice(start, start + rows)
-        logits = torch.einsum("bqkgd,bskd->bkgqs", q_BTKGD[:, some], k_BSKD).float()
-        hidden = ~visible(some)[:, None, None]
+        begin = first + start
+        end = min(begin + rows, first + T)
+        # No query sees a key after its own position.
+        k_BsKD = k_BSKD[:, :end]
+        logits = torch.einsum("bqkgd,bskd->bkgqs", q_BTKGD[:, start : start + rows], k_BsKD)
+        seen = sees(spec.span, position_S[begin:end].unsqueeze(1), position_S[:end]).unsqueeze(0)
+        if documents_BS is not None:
+            own_BT = documents_BS[:, begin:end].unsqueeze(2)
+            seen = seen & (own_BT == documents_BS[:, :end].unsqueeze(1)) & (own_BT != PADDING)
+        hidden = ~seen[:, None, None]
         largest.append(logits.masked_fill_(hidden, float("-inf")).amax((0, 3, 4)).flatten())
-    return torch.stack(largest).amax(0) * spec.scale
+    return torch.stack(largest).amax(0).float() * spec.scale
 
 
 @lru_cache(maxsize=16)

@@ -220,15 +220,18 @@ class GatheredAttention(Kernel):
 
     def _gathered(self, own_BTKD: Tensor) -> Tensor:
         """The whole sequence, in its order."""
-        batch = len(own_BTKD)
         # Since torch 2.13; older ones are refused (mesh.py).
         gather = _functional_collectives.all_gather_single_autograd
         every = gather(own_BTKD.contiguous(), 0, self.group)
-        by_rank = every.unflatten(0, (-1, batch))
-        if self.layout.balances_context:
-            heads, tails = by_rank.chunk(2, dim=2)
-            by_rank = torch.cat((heads, tails.flip(0)))
-        return by_rank.transpose(0, 1).flatten(1, 2)
+        return in_order(every.unflatten(0, (-1, len(own_BTKD))), self.layout)
+
+
+def in_order(by_rank: Tensor, layout: ParallelismConfig) -> Tensor:
+    """Put the positions of all ranks [ranks, B, T, ...] into the sequence's order: [B, ranks * T, ...]."""
+    if layout.balances_context:
+        heads, tails = by_rank.chunk(2, dim=2)
+        by_rank = torch.cat((heads, tails.flip(0)))
+    return by_rank.transpose(0, 1).flatten(1, 2)
 
 
 # Ring attention as one custom operator. torch implements causal ring attention in

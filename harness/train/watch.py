@@ -5,7 +5,7 @@ such as the stream without sequence parallel, but then all elements of a layer a
 often. So means and maxima over the world are exact on any layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,13 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.config.job import Job
-from harness.config.parallelism import ParallelismConfig
-from harness.data.batch import PADDING
-from harness.model.kernels import Kernel, largest_logits, sees
+from harness.model.kernels import Kernel, largest_logits
 from harness.model.moe import Router
 from harness.model.part import ModelPart
 from harness.parallelism.compile import uncompiled
-from harness.parallelism.context import local_positions
+from harness.parallelism.context import in_order, local_pieces
 from harness.parallelism.mesh import Mesh
 
 # B: batch, T: queries of this rank, S: keys of the full sequence, H: query heads, K: key heads, D: head
@@ -45,6 +43,8 @@ class Watch:
         layers = model.num_blocks
         self._layout = job.parallelism
         self._mesh = mesh
+        # Those of the running pass.
+        self._documents_BT: Tensor | None = None
         self.sums = torch.zeros(5, 1 + layers, dtype=torch.float64, device=device)
         self.largest = torch.zeros(1 + layers, device=device)
         self.max_logits = torch.full((layers, model.n_heads), float("-inf"), device=device)
@@ -55,19 +55,19 @@ class Watch:
         with ExitStack() as watched:
             watched.enter_context(uncompiled(part))
             for layer, block in part.blocks.items():
-                hooks = [block.register_forward_hook(partial(self._leave, 1 + layer))]
+                place = 1 + layer
+                watched.enter_context(block.register_forward_hook(partial(self._leave, place)))
                 if layer == 0:
-                    hooks.append(block.register_forward_pre_hook(self._enter))
+                    watched.enter_context(block.register_forward_pre_hook(self._enter))
                 if block.moe is not None:
-                    route = partial(self._route, 1 + layer)
-                    hooks.append(block.moe.router.register_forward_pre_hook(route))
-                for hook in hooks:
-                    watched.callback(hook.remove)
-                inner = block.attention.inner
-                block.attention.inner = WatchedKernel(
-                    inner, self._mesh, self._layout, self.max_logits[layer]
-                )
-                watched.callback(setattr, block.attention, "inner", inner)
+                    router = block.moe.router
+                    hook = router.register_forward_pre_hook(partial(self._route, place))
+                    watched.enter_context(hook)
+                kernel = block.attention.inner
+                hook = kernel.register_forward_pre_hook(partial(self._attend, layer))
+                watched.enter_context(hook)
+                kernel.mask = partial(self._mask, kernel.mask)
+                watched.callback(delattr, kernel, "mask")
             yield
 
     def _enter(self, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -97,71 +97,30 @@ class Watch:
         self.sums[3, place] += (entropy_N * counted_N).sum()
         self.sums[4, place] += counted_N.sum()
 
+    def _mask(
+        self, mask: Callable[..., Any], documents_BT: Tensor | None, *others: Any
+    ) -> Any | None:
+        self._documents_BT = documents_BT
+        return mask(documents_BT, *others)
 
-class WatchedKernel(Kernel):
-    """A kernel, and the largest scores of its queries.
+    def _attend(self, layer: int, kernel: Kernel, inputs: tuple[Any, ...]) -> None:
+        q_BTHD, k_BTKD, *_ = inputs
+        k_BSKD = self._of_all_ranks(k_BTKD)
+        pieces = local_pieces(self._layout, k_BSKD.shape[1], self._mesh.rank("cp"))
+        for q, (begin, _) in zip(q_BTHD.chunk(len(pieces), dim=1), pieces, strict=True):
+            found_H = largest_logits(kernel.spec, q, k_BSKD, self._documents_BT, begin)
+            # Tensor-parallel ranks have the heads in order.
+            first = self._mesh.rank("tp") * len(found_H)
+            own_H = self.max_logits[layer, first : first + len(found_H)]
+            torch.maximum(own_H, found_H, out=own_H)
 
-    Args:
-        max_logits: the layer's row, [H] of the full model.
-    """
-
-    def __init__(
-        self, inner: Kernel, mesh: Mesh, layout: ParallelismConfig, max_logits: Tensor
-    ) -> None:
-        super().__init__(inner.spec)
-        self.inner = inner
-        self.mesh = mesh
-        self.layout = layout
-        self.max_logits = max_logits
-
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> tuple[Any, Tensor | None, list[Tensor]]:
-        # Made on the device, so that the host does not wait for a copy.
-        with device:
-            positions = [
-                local_positions(self.layout, length, rank) for rank in range(self.layout.cp)
-            ]
-        return self.inner.mask(documents_BT, batch, length, device), documents_BT, positions
-
-    def forward(
-        self,
-        q_BTHD: Tensor,
-        k_BTKD: Tensor,
-        v_BTKE: Tensor,
-        mask: Any,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        inner_mask, documents_BS, positions = mask  # as ``mask`` returns them
-        position_T = positions[self.mesh.rank("cp")]
-        position_S = torch.cat(positions)
-
-        def visible(some: slice) -> Tensor:
-            own_T = position_T[some]
-            seen = sees(self.spec.span, own_T.unsqueeze(1), position_S).unsqueeze(0)
-            if documents_BS is None:
-                return seen
-            document_BT = documents_BS[:, own_T].unsqueeze(2)
-            same = document_BT == documents_BS[:, position_S].unsqueeze(1)
-            return seen & same & (document_BT != PADDING)
-
-        found_H = largest_logits(self.spec, q_BTHD, self._gathered(k_BTKD), visible)
-        # Tensor-parallel ranks have the heads in order.
-        first = self.mesh.rank("tp") * len(found_H)
-        own_H = self.max_logits[first : first + len(found_H)]
-        torch.maximum(own_H, found_H, out=own_H)
-        return self.inner(q_BTHD, k_BTKD, v_BTKE, inner_mask, sinks_H)  # type: ignore[no-any-return]
-
-    def _gathered(self, k_BTKD: Tensor) -> Tensor:
-        """Keys of all ranks that split the sequence, in their order."""
-        if self.layout.cp == 1:
+    def _of_all_ranks(self, k_BTKD: Tensor) -> Tensor:
+        """Keys of the full sequence."""
+        ranks = self._layout.cp
+        if ranks == 1:
             return k_BTKD
-        batch = len(k_BTKD)
-        by_rank = k_BTKD.new_empty(self.layout.cp * batch, *k_BTKD.shape[1:])
-        dist.all_gather_single(by_rank, k_BTKD.contiguous(), self.mesh.group("cp"))
-        return by_rank.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)
+        k_BTKD = k_BTKD.contiguous()
+        by_rank = [torch.empty_like(k_BTKD) for _ in range(ranks)]
+        # torch 2.11 has it too.
+        dist.all_gather(by_rank, k_BTKD, self._mesh.group("cp"))
+        return in_order(torch.stack(by_rank), self._layout)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jobs import tiny
 from plain_llama import frequencies, norm, rotated
 from waits import ON_HOST, waits
 
 from harness.data.batch import PADDING, Batch
+from harness.model import kernels
 from harness.model.decoder import Decoder
+from harness.train import watch
 from harness.train.engine import Engine
 from harness.train.probe import Probe
 from harness.train.setup import process_group
@@ -81,7 +85,9 @@ def by_definition(w, batch, score):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_statistics_are_those_of_their_definitions(score):
+def test_statistics_are_those_of_their_definitions(score, monkeypatch):
+    """Also if the scores of five queries are in memory at once."""
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 2 * HEADS * LENGTH * 5)
     job = tiny(*MODEL, f"model.moe.score={score}", "training.local_batch_size=2")
     batch = batch_of()
     with process_group(job, CPU):
@@ -107,11 +113,12 @@ def test_statistics_are_those_of_their_definitions(score):
     torch.testing.assert_close(logits[1:], largest.amax(1), rtol=1e-5, atol=1e-5)
 
 
-def seen(job):
+def seen(job, *, documents=True):
     """Statistics of all rows, from this rank."""
     engine = Engine(job, CPU)
     rows = slice(engine.rows.start, engine.rows.stop)
-    found = Probe(engine)(batch_of().each(lambda tensor: tensor[rows]))
+    batch = batch_of() if documents else batch_of()._replace(documents_BT=None)
+    found = Probe(engine)(batch.each(lambda tensor: tensor[rows]))
     return torch.cat((found.statistics.flatten(), found.max_logits.double().flatten()))
 
 
@@ -131,13 +138,27 @@ def test_documents_and_padding_are_those_of_one_process(pool, layout):
         torch.testing.assert_close(own, alone, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+def seen_by_older_torch(job):
+    """The statistics by a function that torch has before 2.13 too."""
+    with patch.object(watch, "dist", SimpleNamespace(all_gather=dist.all_gather)):
+        return seen(job, documents=False)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_split_sequences_need_no_newer_torch(pool, method):
+    [alone] = pool.run(1, seen_by_older_torch, tiny(*MODEL[2:4]))
+    split = tiny("parallelism=cp", f"parallelism.cp_method={method}", *MODEL[2:4])
+    for own in pool.run(2, seen_by_older_torch, split):
+        torch.testing.assert_close(own, alone, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_the_host_waits_for_nothing_but_experts():
     job = tiny(*MODEL)
     meta = torch.device("meta")
     with meta:
         part = Decoder(job.model, LENGTH)
-    watch = Watch(job, SimpleNamespace(rank=lambda _: 0), meta)
+    watched = Watch(job, SimpleNamespace(rank=lambda _: 0), meta)
     batch = batch_of().each(lambda tensor: tensor.to(meta))
-    with waits() as found, torch.no_grad(), watch.watching(part):
+    with waits() as found, torch.no_grad(), watched.watching(part):
         part(batch.inputs_BT, documents_BT=batch.documents_BT)
     assert set(found) == {ON_HOST}
