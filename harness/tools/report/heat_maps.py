@@ -28,6 +28,8 @@ _MOST_COLUMNS = 80
 _CELL = 12
 _LEFT = 110
 _BOTTOM = 18
+# Room for the first step and the last, below few columns.
+_LABELS = 90
 _LAYER = re.compile(r"(.*layers\.\d+)\.")
 # A share of the cells at both ends that does not decide the colors.
 _OUTSIDE = 0.02
@@ -126,7 +128,7 @@ def _svg(steps: Array, title: str, layers: list[str], data: Array) -> str:
         corner = f'x="{_LEFT - 6}" y="{(row + 1) * _CELL - 2}"'
         cells.append(f'<text {corner} text-anchor="end">{html.escape(layer)}</text>')
     height = len(layers) * _CELL + _BOTTOM
-    width = _LEFT + len(chosen) * _CELL
+    width = _LEFT + max(len(chosen) * _CELL, _LABELS)
     for place, anchor, record in ((_LEFT, "start", chosen[0]), (width, "end", chosen[-1])):
         text = f"step {steps[record]}" if anchor == "start" or len(chosen) > 1 else ""
         cells.append(f'<text x="{place}" y="{height - 4}" text-anchor="{anchor}">{text}</text>')
