@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -30,7 +30,7 @@ from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
 from harness.train.objective import objective_of
-from harness.train.probe import Probe
+from harness.train.probe import Activations, Probe
 from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
 from harness.util.annotation import SUMS, annotated
 from harness.util.errors import CapacityError, LostGradientError
@@ -141,7 +141,7 @@ class Engine:
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
         counted = [local_tokens, *count_tokens(batch), *self.sources.tokens(batch)]
-        tokens = counted if self.counts_tokens else [0] * len(counted)
+        tokens = zeros_unless(self.counts_tokens, counted)
         summed = self.world_sum([float(stop_requested), *tokens, *beside], HOST)
         (stops, *counts), beside = summed[: 1 + len(tokens)], summed[1 + len(tokens) :]
         valid_tokens, all_tokens, rows, *source_tokens = counts
@@ -149,8 +149,6 @@ class Engine:
         denominator = max(1.0, valid_tokens)
         batch = place(batch, self.device)
         sums, loss, squares, needed = self._passes(denominator, max(1.0, rows), batch)
-        if self.qk_clip is not None:
-            self.qk_clip.largest_LH = self._largest_logits(batch)
         reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
@@ -162,6 +160,7 @@ class Engine:
             source_tokens=list(map(int, source_tokens)),
             local_weight=denominator / local_tokens if reports_loss else None,
             batch=batch,
+            activations=self._measure(batch),
             stop_requested=stops > 0,
             beside=beside,
         )
@@ -200,7 +199,7 @@ class Engine:
             self._gradients_checked = True
         with annotated("gradient_norm"):
             squares = self._squares()
-            own = all_losses if self.has_loss else [0.0] * len(all_losses)
+            own = zeros_unless(self.has_loss, all_losses)
             needed = self.balance.take_needed()
             all_needed = [needed.sum()] if len(needed) else []
             sums = self.world_total([squares.sum(), *own, *all_needed])
@@ -211,13 +210,18 @@ class Engine:
                 dist.all_reduce(loss, group=self.mesh.group("cp"))
         return sums, loss, squares, needed
 
-    def _largest_logits(self, batch: AnyBatch) -> Tensor | None:
-        """The largest logit of every head of attention in a step's batch; None if the step has no clip."""
+    def _measure(self, batch: AnyBatch) -> Activations | None:
+        """Measure the logits that the QK-clip of a step needs; None: the step has none."""
+        if self.qk_clip is None:
+            return None
+        self.qk_clip.largest_LH = None
         step = self.schedule.last_epoch + 1
         if step % self.job.optimizer.qk_clip_interval:
             return None
         with self.expecting():
-            return Probe(self)(batch).max_logits
+            seen = Probe(self)(batch)
+        self.qk_clip.largest_LH = seen.max_logits
+        return seen
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         specs = tensors(self.job.model)
@@ -302,14 +306,10 @@ class Engine:
         batch = place(batch, self.device)
         with self.sources.recorded(batch) as row_losses:
             loss = self.forward(batch)
-        losses: list[Tensor | float] = [loss, *self.sources.losses(batch, row_losses)]
+        losses = zeros_unless(self.has_loss, [loss, *self.sources.losses(batch, row_losses)])
         tokens = [count_valid(batch), *self.sources.tokens(batch)]
-        if not self.has_loss:
-            losses = [0.0] * len(losses)
-        if not self.counts_tokens:
-            tokens = [0] * len(tokens)
         self.require_room(self.balance.take_needed(), "a validation")
-        total = self.world_sum([*losses, *tokens])
+        total = self.world_sum([*losses, *zeros_unless(self.counts_tokens, tokens)])
         sums = zip(total[: len(tokens)], total[len(tokens) :], strict=True)
         return [LossSum(*pair) for pair in sums]
 
@@ -319,34 +319,34 @@ class Engine:
         Args:
             further: also run multi-token prediction, whose loss is no part of it.
         """
-        self._scale_weights()
-        self._set_length(batch.shape[1])
         self.loss.denominator = 1.0
         # A pipeline deletes them when it changes to passes without them (torch 2.13, with FSDP).
         gradients = [parameter.grad for parameter in self.parameters]
         loss = torch.zeros((), device=self.device)
-        run = self.executor.forward
-        if further and self.job.model.mtp.depth:
-            assert isinstance(self.executor, DirectExecutor), (
-                "a stage has no multi-token prediction"
-            )
-            run = partial(self.executor.forward, further=True)
-        for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
-            loss = loss + run(piece)
-        for part in self.parts:
-            reshard(part)  # without a backward pass FSDP leaves some modules gathered
+        with self._passes_alone(batch.shape[1]):
+            run = self.executor.forward
+            if further and self.job.model.mtp.depth:
+                assert isinstance(self.executor, DirectExecutor), "a stage has no such prediction"
+                run = partial(self.executor.forward, further=True)
+            for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
+                loss = loss + run(piece)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         return loss
 
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
+        with self._passes_alone(self.job.training.seq_len):
+            return self.executor.score(place(batch, self.device))
+
+    @contextmanager
+    def _passes_alone(self, length: int) -> Iterator[None]:
+        """Context manager for forward passes that no backward pass follows."""
         self._scale_weights()
-        self._set_length(self.job.training.seq_len)
-        scores = self.executor.score(place(batch, self.device))
+        self._set_length(length)
+        yield
         for part in self.parts:
-            reshard(part)
-        return scores
+            reshard(part)  # without a backward pass FSDP leaves some modules gathered
 
     def require_room(self, needed: Tensor, where: str) -> None:
         """Raise on all ranks if rows of experts had no room in messages of ``parallelism.ep_capacity``.
@@ -416,6 +416,11 @@ class Engine:
         if precision.enable_fsdp_float8_all_gather and wanted and self.weights_changed:
             precompute_scales(self.parts)
         self.weights_changed = False
+
+
+def zeros_unless(counts: bool, values: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
+    """Return what this rank adds to sums over the world: the values, or zeros if another rank has them."""
+    return values if counts else [0.0] * len(values)
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

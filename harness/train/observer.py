@@ -53,8 +53,12 @@ class Run:
 
     def is_logged(self, step: int) -> bool:
         """Whether the step has a row in metrics.jsonl."""
+        return self.is_due(step, self.job.metrics.log_interval)
+
+    def is_due(self, step: int, interval: int) -> bool:
+        """Whether the step is one of every ``interval``, the first of an attempt, or the last."""
         ends = (self.progress.start_step + 1, self.job.steps)
-        return step in ends or step % self.job.metrics.log_interval == 0
+        return step in ends or step % interval == 0
 
     def limit_seconds(self, step: int) -> int:
         """Return the timeout of a step's collectives: longer in a step that is expected to compile."""

@@ -60,21 +60,19 @@ class Probe:
             engine.forward(batch, further=True)
         # The step itself is refused if rows had no room.
         engine.balance.take_needed()
-        maxima = torch.cat((watch.largest, watch.max_logits.flatten()))
         with annotated(SUMS):
             if engine.job.world_size > 1:
                 dist.all_reduce(watch.sums)
-                dist.all_reduce(maxima, dist.ReduceOp.MAX)
+                for maxima in (watch.largest, watch.max_logits):
+                    dist.all_reduce(maxima, dist.ReduceOp.MAX)
         squares, fourth_powers, elements, entropies, tokens = watch.sums
-        largest, logits = maxima.split((len(watch.largest), watch.max_logits.numel()))
-        max_logits = logits.view_as(watch.max_logits)
         mean = squares / elements
-        of_layers = max_logits.amax(1).double()
+        of_layers = watch.max_logits.amax(1).double()
         statistics = (
             mean.sqrt(),
-            largest.double(),
+            watch.largest.double(),
             fourth_powers / elements / mean.square(),
             entropies / tokens,
             torch.cat((of_layers.new_full((1,), torch.nan), of_layers)),
         )
-        return Activations(torch.stack(statistics), max_logits)
+        return Activations(torch.stack(statistics), watch.max_logits)

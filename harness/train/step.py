@@ -12,6 +12,7 @@ from harness.config.job import Job
 from harness.data.batch import AnyBatch, Batch, valid_by_source
 from harness.metrics.spikes import Limits
 from harness.parallelism.loss import Loss
+from harness.train.probe import Activations
 from harness.train.rows import Row
 
 HOST = torch.device("cpu")
@@ -54,6 +55,7 @@ class StepOutcome:
         local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks
             that compute no loss.
         batch: this rank's rows of the global batch, on the device.
+        activations: what a QK-clip has measured on the batch; None: it had no need.
         stop_requested: whether any rank was asked to stop.
         beside: sums of the values that were summed beside these.
     """
@@ -70,12 +72,14 @@ class StepOutcome:
         source_tokens: Sequence[int],
         local_weight: float | None,
         batch: AnyBatch,
+        activations: Activations | None = None,
         stop_requested: bool,
         beside: Sequence[float] = (),
     ) -> None:
         self.tokens = tokens
         self.valid_tokens = valid_tokens
         self.batch = batch
+        self.activations = activations
         self.stop_requested = stop_requested
         self.beside = beside
         self.source_tokens = source_tokens

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from harness.model.spec import parameter_shapes
+from harness.optimizer.base import local
 from harness.parallelism.clip import holders_of, share_of_squares
 from harness.precision.swap import plain
 from harness.train.engine import Engine
@@ -57,8 +57,4 @@ class TensorNorms:
         return squares.sqrt()
 
     def _shards(self) -> list[Tensor]:
-        shards = []
-        for parameter in self._engine.parameters:
-            weight = plain(parameter.detach())
-            shards.append(weight.to_local() if isinstance(weight, DTensor) else weight)
-        return shards
+        return [local(plain(parameter.detach())) for parameter in self._engine.parameters]

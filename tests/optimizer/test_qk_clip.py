@@ -228,6 +228,19 @@ def test_a_compiled_run_compiles_the_pass_once(tmp_path):
     assert json.loads((run.folder.path / "result.json").read_text())["recompiles"] == 0
 
 
+def test_a_record_of_activations_shares_the_pass(tmp_path):
+    """A step that has both repeats its forward passes once."""
+    with patch.object(Probe, "__call__", autospec=True, side_effect=Probe.__call__) as measured:
+        run = train(
+            tmp_path,
+            *SMALL.split(),
+            *("training.steps=4", "metrics.activations=true", "metrics.tensors_interval=1"),
+            *(f"optimizer.qk_clip={TAU}", "optimizer.qk_clip_interval=2"),
+        )
+    assert run.code == 0
+    assert measured.call_count == 4
+
+
 @pytest.mark.parametrize(
     ("name", "typed"),
     [

@@ -25,9 +25,8 @@ class Records(Observer):
         self._file: TensorFile | None = None
 
     def is_recorded(self, step: int) -> bool:
-        """Whether a step has a record: also the first of an attempt, and the last."""
-        ends = (self.run.progress.start_step + 1, self.run.job.steps)
-        return step in ends or step % self.run.job.metrics.tensors_interval == 0
+        """Whether a step has a record."""
+        return self.run.is_due(step, self.run.job.metrics.tensors_interval)
 
     def open(self, name: str, values: Sequence[str], names: list[str], sizes: list[int]) -> None:
         """Open the file, on rank 0; arguments as of ``TensorFile``."""
@@ -68,7 +67,6 @@ class TensorValues(Records):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._norms = TensorNorms(run.engine)
-        self._outcome: StepOutcome | None = None
 
     def start(self) -> None:
         shapes = parameter_shapes(self.run.job.model)
@@ -78,12 +76,11 @@ class TensorValues(Records):
     def before_update(self, step: int, outcome: StepOutcome) -> None:
         if self.is_recorded(step):
             self._norms.before_update()
-            self._outcome = outcome
+            self._squares = outcome.squares
 
     def end_step(self, step: int, sums: Sequence[float]) -> Row:
-        if self._outcome is not None:
-            self.keep(step, self._norms.after_update(self._outcome.squares))
-            self._outcome = None
+        if self.is_recorded(step):
+            self.keep(step, self._norms.after_update(self._squares))
         return super().end_step(step, sums)
 
 
@@ -102,4 +99,5 @@ class ActivationValues(Records):
 
     def before_update(self, step: int, outcome: StepOutcome) -> None:
         if self.is_recorded(step):
-            self.keep(step, self._probe(outcome.batch).statistics)
+            seen = outcome.activations or self._probe(outcome.batch)
+            self.keep(step, seen.statistics)
