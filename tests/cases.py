@@ -7,7 +7,12 @@ import re
 import yaml
 
 
-def rows(text):
-    """Rows of a table, a line each: columns are two spaces or more apart, and values are YAML."""
-    lines = (line.strip() for line in text.strip().splitlines())
-    return [[yaml.safe_load(cell) for cell in re.split(" {2,}", line)] for line in lines]
+def texts(table):
+    """Rows of a table of texts, a line each: columns are two spaces or more apart, and ``""`` is empty."""
+    lines = (re.split(" {2,}", line.strip()) for line in table.strip().splitlines())
+    return [["" if cell == '""' else cell for cell in line] for line in lines]
+
+
+def rows(table):
+    """The same with values in YAML."""
+    return [[yaml.safe_load(cell or '""') for cell in line] for line in texts(table)]

@@ -14,6 +14,7 @@ import jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import rows
 from local_runs import Run, failed, flip, start
 from one_line import one_line
 from torch.distributed.checkpoint.planner import SavePlan
@@ -36,7 +37,12 @@ PLAIN = "metrics.console=plain"
 
 
 @pytest.mark.parametrize(
-    ("mode", "keep", "kept"), [("sync", 0, [1, 3, 6, 8]), ("sync", 3, [3, 6, 8]), ("async", 1, [8])]
+    ("mode", "keep", "kept"),
+    rows("""
+        sync   0  [1, 3, 6, 8]
+        sync   3  [3, 6, 8]
+        async  1  [8]
+    """),
 )
 def test_when_checkpoints_are_written_and_kept(tmp_path, mode, keep, kept):
     often = ("checkpoint.interval=3", "checkpoint.enable_first_step_checkpoint=true")
@@ -49,13 +55,13 @@ def test_when_checkpoints_are_written_and_kept(tmp_path, mode, keep, kept):
 
 @pytest.mark.parametrize(
     ("options", "kept"),
-    [
-        (["checkpoint.interval=2", "checkpoint.keep_every=4"], [4, 8]),
-        (["checkpoint.interval=100", "checkpoint.log2_steps=true"], [1, 2, 4, 8]),
-        (["checkpoint.interval=2", "checkpoint.steps=[3,5]"], [3, 5, 8]),
-        (["checkpoint.interval=100", "checkpoint.interval_minutes=1e-6"], [8]),
-        (["checkpoint.interval=3", "checkpoint.keep_every=6", "checkpoint.steps=[1]"], [1, 6, 8]),
-    ],
+    rows("""
+        [checkpoint.interval=2, checkpoint.keep_every=4]                          [4, 8]
+        [checkpoint.interval=100, checkpoint.log2_steps=true]                     [1, 2, 4, 8]
+        [checkpoint.interval=2, 'checkpoint.steps=[3,5]']                         [3, 5, 8]
+        [checkpoint.interval=100, checkpoint.interval_minutes=1e-6]               [8]
+        [checkpoint.interval=3, checkpoint.keep_every=6, 'checkpoint.steps=[1]']  [1, 6, 8]
+    """),
 )
 def test_what_is_kept_beside_the_newest(tmp_path, options, kept):
     run = start(tmp_path, *options, "checkpoint.keep_latest_k=1")

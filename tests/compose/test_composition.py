@@ -6,6 +6,7 @@ from typing import Any, get_origin
 
 import hydra
 import pytest
+from cases import rows, texts
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -71,20 +72,17 @@ def own(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("primary", "typed"),
-    [
-        (
-            "train",
-            "model=deep precision=bf16 parallelism=tp optimizer.lr=1 training.steps='7' name=3",
-        ),
-        ("train", "experiment=own metrics.console=off"),
-        ("parity", "experiment=own data=synth model.n_layers=7"),
-        ("train", "experiment=sub/below model=deep"),
-        ("train", "experiment=[own,sub/below] model={n_layers:9}"),
-        ("train", "+ablation=a model=mine ++cluster.env={A:1,B:x} ++optimizer.options.x=[1,{a:2}]"),
-        ("train", "+ablation=b optimizer=adamw data=mixture +data@data.sources.web=local_text"),
-        ("own_train", "ablation=b ++data.sources.web={weight:3} schedule=cosine data.paths=[1,b]"),
-        ("train", "experiment=quickstart parallelism.tp=${model.n_heads} name=a-${training.seed}"),
-    ],
+    texts("""
+        train      model=deep precision=bf16 parallelism=tp optimizer.lr=1 training.steps='7' name=3
+        train      experiment=own metrics.console=off
+        parity     experiment=own data=synth model.n_layers=7
+        train      experiment=sub/below model=deep
+        train      experiment=[own,sub/below] model={n_layers:9}
+        train      +ablation=a model=mine ++cluster.env={A:1,B:x} ++optimizer.options.x=[1,{a:2}]
+        train      +ablation=b optimizer=adamw data=mixture +data@data.sources.web=local_text
+        own_train  ablation=b ++data.sources.web={weight:3} schedule=cosine data.paths=[1,b]
+        train      experiment=quickstart parallelism.tp=${model.n_heads} name=a-${training.seed}
+    """),
 )
 def test_files_and_values(primary, typed, own):
     with search_path([], primary, folders=[str(own)]):
@@ -184,17 +182,17 @@ COMMON = ["model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.devi
 
 @pytest.mark.parametrize(
     ("axis", "seeds"),
-    [
-        # https://hydra.cc/docs/advanced/override_grammar/extended
-        ("range(1,4)", [1, 2, 3]),
-        ("range(3)", [0, 1, 2]),
-        ("range(5,1,-2)", [5, 3]),
-        ("choice(3,1)", [3, 1]),
-        ("sort(3,1,2)", [1, 2, 3]),
-        ("sort(range(1,4),reverse=true)", [3, 2, 1]),
-        ("tag(a,b,choice(2,1))", [2, 1]),
-        ("int(choice(1.0,2.0))", [1, 2]),
-    ],
+    # https://hydra.cc/docs/advanced/override_grammar/extended
+    rows("""
+        range(1,4)                      [1, 2, 3]
+        range(3)                        [0, 1, 2]
+        range(5,1,-2)                   [5, 3]
+        choice(3,1)                     [3, 1]
+        sort(3,1,2)                     [1, 2, 3]
+        sort(range(1,4),reverse=true)   [3, 2, 1]
+        tag(a,b,choice(2,1))            [2, 1]
+        int(choice(1.0,2.0))            [1, 2]
+    """),
 )
 def test_functions_of_numbers(axis, seeds):
     assert seeds_of(f"training.seed={axis}") == seeds

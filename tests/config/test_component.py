@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import texts
 from one_line import one_line
 from processes import python
 
@@ -97,30 +98,21 @@ def test_a_group_of_tensors_has_a_kind_of_a_file(home):
 
 @pytest.mark.parametrize(
     ("typed", "says"),
-    [
-        (
-            "my_conf/none.py:SGD",
-            "/my_conf/none.py cannot be read: No such file or directory; would",
-        ),
-        (
-            "my_conf/folder.py:SGD",
-            "/my_conf/folder.py cannot be read: it is no regular file; would",
-        ),
-        ("my_conf/sgd.py:SDG", ":SDG: the file has no SDG; would work: SGD"),
-        (
-            "my_conf/sgd.py",
-            "(entry points of group harness.optimizer), or FILE.py:NAME, the path of a Python",
-        ),
-        ("my_conf/sgd.py:SGDOptions", ":SGDOptions: is no harness.config.optimizer.Kind"),
-        ("my_conf/power.py:POWER", ":POWER: is no harness.config.optimizer.Kind"),
-        ("my_conf/raises.py:SGD", "the file cannot be imported: ModuleNotFoundError: No module na"),
-        ("my_conf/broken.py:SGD", "the file cannot be imported: SyntaxError: invalid syntax (brok"),
-        ("my_conf/leaves.py:SGD", "the file cannot be imported: SystemExit: 3"),
-        ("my_conf/imports.py:SGD", ":SGD: imports a_sibling from its folder, not covered by"),
-        ("my_conf/group.py:SGD", "others can write it, and it would run as you; would work"),
-        ("my_conf/all.py:SGD", "others can write it, and it would run as you; would work: c"),
-        ("my_conf/sgd.py@0123456789ab:SGD", "the file has changed since the job was made, to @"),
-    ],
+    texts("""
+        none.py:SGD              /my_conf/none.py cannot be read: No such file or directory; would
+        folder.py:SGD            /my_conf/folder.py cannot be read: it is no regular file; would
+        sgd.py:SDG               :SDG: the file has no SDG; would work: SGD
+        sgd.py                   (entry points of group harness.optimizer), or FILE.py:NAME, the path of a
+        sgd.py:SGDOptions        :SGDOptions: is no harness.config.optimizer.Kind
+        power.py:POWER           :POWER: is no harness.config.optimizer.Kind
+        raises.py:SGD            the file cannot be imported: ModuleNotFoundError: No module na
+        broken.py:SGD            the file cannot be imported: SyntaxError: invalid syntax (brok
+        leaves.py:SGD            the file cannot be imported: SystemExit: 3
+        imports.py:SGD           :SGD: imports a_sibling from its folder, not covered by
+        group.py:SGD             others can write it, and it would run as you; would work
+        all.py:SGD               others can write it, and it would run as you; would work: c
+        sgd.py@0123456789ab:SGD  the file has changed since the job was made, to @
+    """),
 )
 def test_a_file_that_cannot_be_used_is_refused(home, typed, says, monkeypatch):
     monkeypatch.syspath_prepend("my_conf")
@@ -134,7 +126,7 @@ def test_a_file_that_cannot_be_used_is_refused(home, typed, says, monkeypatch):
     write("all", "SGD = 1\n", 0o646)
     for _ in range(2):
         with one_line(ConfigError, f"optimizer.kind=.*{re.escape(says)}"):
-            compose_job([*TINY, f"optimizer.kind={typed}"])
+            compose_job([*TINY, f"optimizer.kind=my_conf/{typed}"])
 
 
 def test_a_file_is_compiled_as_it_is(home):

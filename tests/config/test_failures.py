@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from cases import rows
 
 from harness.config.failures import describe_failure, kind_of_text
 from harness.util.errors import (
@@ -118,16 +119,13 @@ def test_an_exception_over_another(inner, outer, kind, code, explicit):
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "out_of_memory"),
-        (
-            "slurmstepd-n1: error: StepId=7.0 exceeded memory limit (2 > 1), being killed",
-            "out_of_memory",
-        ),
-        ("NVRM: GPU at PCI:0000:3b:00: GPU has fallen off the bus.", "node"),
-        ("Traceback (most recent call last):", None),
-        ("srun: error: Timed out waiting for job step to complete", None),
-    ],
+    rows("""
+        'slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.'                   out_of_memory
+        'slurmstepd-n1: error: StepId=7.0 exceeded memory limit (2 > 1), being killed'  out_of_memory
+        'NVRM: GPU at PCI:0000:3b:00: GPU has fallen off the bus.'                      node
+        'Traceback (most recent call last):'                                            null
+        'srun: error: Timed out waiting for job step to complete'                       null
+    """),
 )
 def test_kind_of_text(text, kind):
     assert kind_of_text(text) == kind

@@ -306,7 +306,14 @@ def test_batch(total, local, replicas, expected):
 
 @pytest.mark.parametrize(
     ("tokens", "steps"),
-    [("8192", 8), ("8193", 9), ("20B", 19_531_250), ("1e6", 977), ("0.5K", 1), ("1_024", 1)],
+    rows("""
+        '8192'   8
+        '8193'   9
+        20B      19531250
+        1e6      977
+        0.5K     1
+        '1_024'  1
+    """),
 )
 def test_the_first_steps_that_train_as_many_tokens(tokens, steps):
     made = job(BATCH, f"training.tokens={tokens}", "schedule.warmup_steps=0")

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
+from cases import rows
 from loaders import loader
 from one_line import one_line
 from tokenizer_files import (
@@ -163,17 +164,17 @@ def test_tokens_are_those_of_transformers(name, conversation, ours, theirs, tmp_
 
 @pytest.mark.parametrize(
     ("template", "conversation", "expected"),
-    [
-        ("chatml_own", "two", ["Hello<|im_end|>", "Fine. <|im_end|> ok<|im_end|>"]),
-        ("chatml_own", "tools", ['{"a": 1, "b": "é<"}<|im_end|>', "3<|im_end|>"]),
-        ("chatml_own", "question_last", ["Hello<|im_end|>"]),
-        # The template changes earlier turns: they have no reasoning.
-        ("forgetful", "two", ["Hello<|im_end|>", "<think></think>Fine. <|im_end|> ok<|im_end|>"]),
-        ("forgetful", "reasoning", ["A<|im_end|>", "<think></think>\n\nB<|im_end|>"]),
-        ("forgetful", "question_last", ["Hello<|im_end|>"]),
-        ("marked", "two", [" Hello\n<|im_end|>", "Fine. <|im_end|> ok<|im_end|>"]),
-        ("plain", "one", [" Hello 😀!<|im_end|>"]),
-    ],
+    # "forgetful" changes earlier turns: they have no reasoning.
+    rows(r"""
+        chatml_own  two            ["Hello<|im_end|>", "Fine. <|im_end|> ok<|im_end|>"]
+        chatml_own  tools          ['{"a": 1, "b": "é<"}<|im_end|>', "3<|im_end|>"]
+        chatml_own  question_last  ["Hello<|im_end|>"]
+        forgetful   two            ["Hello<|im_end|>", "<think></think>Fine. <|im_end|> ok<|im_end|>"]
+        forgetful   reasoning      ["A<|im_end|>", "<think></think>\n\nB<|im_end|>"]
+        forgetful   question_last  ["Hello<|im_end|>"]
+        marked      two            [" Hello\n<|im_end|>", "Fine. <|im_end|> ok<|im_end|>"]
+        plain       one            [" Hello 😀!<|im_end|>"]
+    """),
 )
 def test_the_turns_of_the_assistant_are_learned(template, conversation, expected, ours, tmp_path):
     config = chat(
@@ -244,15 +245,12 @@ def test_the_repository_has_the_template(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [
-        (
-            {},
-            r"the tokenizer has no chat template \(.*would work: data.chat_template=chatml, plain",
-        ),
-        ({"chat_template": "no.jinja"}, "data.chat_template=no.jinja: No such file"),
-        ({"chat_template": "bad.jinja"}, "is not a Jinja template: "),
-        ({"chat_template": "deep.jinja"}, "is not a Jinja template: maximum recursion depth"),
-    ],
+    rows(r"""
+        {}  'the tokenizer has no chat template \(.*would work: data.chat_template=chatml, plain'
+        {chat_template: no.jinja}  'data.chat_template=no.jinja: No such file'
+        {chat_template: bad.jinja}  'is not a Jinja template: '
+        {chat_template: deep.jinja}  'is not a Jinja template: maximum recursion depth'
+    """),
 )
 def test_a_template_that_cannot_be_used(fields, message, folder):
     Path("bad.jinja").write_text("{% for %}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import texts
 from equal import assert_equal
 from loaders import (
     BOS,
@@ -196,20 +197,12 @@ def test_unusable_data(text, settings, says):
 
 @pytest.mark.parametrize(
     ("loads", "saved", "says"),
-    [
-        (
-            "local",
-            "a file per row",
-            "is in a streamed dataset, and the job reads one source that is not",
-        ),
-        (
-            "a file per row",
-            "local",
-            "is in one source that is not streamed, and the job reads a streamed dataset",
-        ),
-        ("mixture", "local", "is in one source that is not streamed, and the job reads a mixture"),
-        ("local", "mixture", "is in a mixture, and the job reads one source"),
-    ],
+    texts("""
+        local           a file per row  is in a streamed dataset, and the job reads one source that is not
+        a file per row  local  is in one source that is not streamed, and the job reads a streamed dataset
+        mixture         local  is in one source that is not streamed, and the job reads a mixture
+        local           mixture  is in a mixture, and the job reads one source
+    """),
 )
 def test_positions_of_other_kinds_are_refused(loads, saved, says):
     state = loader(SOURCES[saved]()).state_dict()

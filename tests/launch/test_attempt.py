@@ -103,15 +103,15 @@ def test_the_first_true_cause_wins(case, said, returned, row, error, first, code
 
 @pytest.mark.parametrize(
     ("reasons", "is_taken", "cancelled"),
-    [
-        ([""], True, True),
-        ([" DUE TO SIGNAL Terminated"], True, True),
-        ([" DUE TO JOB REQUEUE"], True, False),
-        ([" DUE TO PREEMPTION", ""], True, True),
-        (["", " DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS"], True, False),
-        ([""], False, False),
-        ([], True, False),
-    ],
+    rows("""
+        ['']                                                         true   true
+        [' DUE TO SIGNAL Terminated']                                true   true
+        [' DUE TO JOB REQUEUE']                                      true   false
+        [' DUE TO PREEMPTION', '']                                   true   true
+        ['', ' DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS']  true   false
+        ['']                                                         false  false
+        []                                                           true   false
+    """),
 )
 def test_what_slurm_says_in_the_log_tells_scancel_from_a_requeue(
     reasons, is_taken, cancelled, job, tmp_path

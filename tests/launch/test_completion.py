@@ -4,6 +4,7 @@ import shutil
 import subprocess
 
 import pytest
+from cases import rows
 
 from harness.compose.verb import VERBS
 from harness.launch.completion import VERB
@@ -38,26 +39,23 @@ def scripts(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("typed", "words"),
-    [
-        ("t", "train tokenize"),
-        ("train mod", "model. model="),
-        (
-            "train model=llama3_",
-            "llama3_405b llama3_70b llama3_8b llama3_debug llama3_mine llama3_tiny",
-        ),
-        ("train -m model=from", "from_config"),
-        ("train training.seq", "training.seq_len="),
-        ("train schedule.t", "schedule.total_steps="),
-        ("train --conf", "--config-name --config-dir"),
-        ("plan sea", "search="),
-        ("train sea", ""),
-        ("completion z", "zsh"),
-        ("runs --j", "--json"),
-        ("runs model=", ""),
-        ("download rep", "repo="),
-        ("download model=", ""),
-        ("nothing ", ""),
-    ],
+    rows("""
+        t                    train tokenize
+        train mod            model. model=
+        train model=llama3_  llama3_405b llama3_70b llama3_8b llama3_debug llama3_mine llama3_tiny
+        train -m model=from  from_config
+        train training.seq   training.seq_len=
+        train schedule.t     schedule.total_steps=
+        train --conf         --config-name --config-dir
+        plan sea             search=
+        train sea            ''
+        completion z         zsh
+        runs --j             --json
+        runs model=          ''
+        download rep         repo=
+        download model=      ''
+        'nothing '           ''
+    """),
 )
 def test_bash_completes(scripts, typed, words):
     command = ["bash", "--norc", "-c", COMPLETE, "bash", scripts / "bash", typed]
@@ -80,11 +78,11 @@ def test_shells_read_their_script(scripts, shell):
 
 @pytest.mark.parametrize(
     ("typed", "words"),
-    [
-        ("train model=llama3_t", ["model=llama3_tiny"]),
-        ("report con", ["conf/"]),
-        ("con", ["converge", "convert"]),
-    ],
+    rows("""
+        train model=llama3_t  [model=llama3_tiny]
+        report con            [conf/]
+        con                   [converge, convert]
+    """),
 )
 def test_fish_completes(scripts, typed, words):
     if shutil.which("fish") is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import rows
 from jobs import tiny
 from launching import LONG, PATIENCE, TWO_RANKS, Launch
 from one_line import one_line
@@ -293,16 +294,16 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch):
 
 @pytest.mark.parametrize(
     ("load", "running", "threads", "field", "device", "says"),
-    [
-        (12.34, "3/400", None, None, "cpu", True),
-        (12.34, "3/400", None, None, "auto", True),
-        (12.34, None, None, None, "cpu", True),
-        (12.34, "2/400", None, None, "cpu", False),
-        (1.9, "3/400", None, None, "cpu", False),
-        (12.34, "3/400", "1", None, "cpu", False),
-        (12.34, "3/400", None, 1, "cpu", False),
-        (12.34, "3/400", None, None, "cuda", False),
-    ],
+    rows("""
+        12.34  3/400  null  null  cpu   true
+        12.34  3/400  null  null  auto  true
+        12.34  null   null  null  cpu   true
+        12.34  2/400  null  null  cpu   false
+        1.9    3/400  null  null  cpu   false
+        12.34  3/400  '1'   null  cpu   false
+        12.34  3/400  null  1     cpu   false
+        12.34  3/400  null  null  cuda  false
+    """),
 )
 def test_a_machine_in_use_is_said(
     load, running, threads, field, device, says, monkeypatch, capsys, tmp_path
@@ -367,17 +368,11 @@ def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(launch, number):
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
-    [
-        (
-            ["cluster=slurm_cpu", "cluster.dry_run=true"],
-            "so the job would train here, and not by cluster.kind=sl",
-        ),
-        (
-            ["cluster=slurm_cpu"],
-            "so the job would train here, and not by cluster.kind=slurm",
-        ),
-        (["-m", "training.seed=1,2"], "a multirun (-m) starts the ranks of all its jobs"),
-    ],
+    rows("""
+        [cluster=slurm_cpu, cluster.dry_run=true]  so the job would train here, and not by cluster.kind=sl
+        [cluster=slurm_cpu]                        so the job would train here, and not by cluster.kind=slurm
+        [-m, 'training.seed=1,2']                  a multirun (-m) starts the ranks of all its jobs
+    """),
 )
 def test_variables_of_a_launcher_that_started_nothing(launch, overrides, says):
     job = launch(*overrides, environment={"RANK": "0", "WORLD_SIZE": "1"})

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from cases import rows
+from cases import rows, texts
 from one_line import one_line
 
 from harness.compose.composer import compose_job, compose_points
@@ -138,13 +138,13 @@ def test_a_run_with_no_override_of_its_own_is_called_by_its_id(tmp_path):
 
 @pytest.mark.parametrize(
     ("axis", "field"),
-    [
-        ("cluster.env.NCCL_ALGO=Ring,Tree", "cluster.env.NCCL_ALGO"),
-        ("cluster.threads_per_rank=1,2", "cluster.threads_per_rank"),
-        ("tags=[x],[y]", "tags"),
-        ("metrics.wandb_group=x,y", "metrics.wandb_group"),
-        ("data.cache_dir=x,y", "data.cache_dir"),
-    ],
+    texts("""
+        cluster.env.NCCL_ALGO=Ring,Tree  cluster.env.NCCL_ALGO
+        cluster.threads_per_rank=1,2     cluster.threads_per_rank
+        tags=[x],[y]                     tags
+        metrics.wandb_group=x,y          metrics.wandb_group
+        data.cache_dir=x,y               data.cache_dir
+    """),
 )
 def test_each_value_of_a_label_is_a_point(axis, field, tmp_path):
     switches = ["cluster=slurm_cpu", "cluster.ranks_per_node=1", "metrics=wandb"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import rows
 
 from harness.config.model import AttentionSpan
 from harness.model import kernels
@@ -136,23 +137,11 @@ def test_output_and_gradients_on_a_gpu(name, documents, kernel):
 
 @pytest.mark.parametrize(
     ("device", "major", "rule"),
-    [
-        (
-            "cpu",
-            9,
-            "runs on GPUs of compute capability 9.0, and this rank has none; would work: default",
-        ),
-        (
-            "cuda",
-            8,
-            "runs on GPUs of compute capability 9.0, and this rank has none; would work: default",
-        ),
-        (
-            "cuda",
-            9,
-            "flash_attn_interface: No module named 'flash_attn_interface'; would work: default, or",
-        ),
-    ],
+    rows("""
+        cpu   9  'runs on GPUs of compute capability 9.0, and this rank has none; would work: default'
+        cuda  8  'runs on GPUs of compute capability 9.0, and this rank has none; would work: default'
+        cuda  9  'flash_attn_interface: No module named ''flash_attn_interface''; would work: default, or'
+    """),
 )
 def test_flash_attention_that_is_not_there_is_refused(monkeypatch, device, major, rule):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))

@@ -72,7 +72,12 @@ def test_stepped_with_the_optimizer():
 
 @pytest.mark.parametrize(
     ("option", "middle", "last"),
-    [("constant", 1.0, 1.0), ("linear", 0.5, 0.0), ("cosine", 0.55, 0.1), ("wsd", 1.0, 0.0)],
+    rows("""
+        constant  1.0   1.0
+        linear    0.5   0.0
+        cosine    0.55  0.1
+        wsd       1.0   0.0
+    """),
 )
 def test_shipped_schedules(option, middle, last):
     job = compose_job([f"schedule={option}", "training.steps=1002"])

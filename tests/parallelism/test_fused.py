@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import texts
 from jobs import batches_of, full, tiny
 from layouts import layout
 
@@ -32,18 +33,18 @@ def both(job):
 
 @pytest.mark.parametrize(
     ("name", "typed"),
-    [
-        ("", ""),
-        ("", "precision=bf16"),
-        ("", "model.attention.qkv_bias=true"),
-        ("fsdp", "model.attention.qk_norm=learned"),
-        ("hsdp", "precision=bf16"),
-        ("tp", ""),
-        ("fsdp_tp", "precision=bf16"),
-        ("fsdp_offload", ""),
-        ("", "model=deepseek_v3_debug"),
-        ("fsdp_tp", "model=deepseek_v2_debug"),
-    ],
+    texts("""
+        ""            ""
+        ""            precision=bf16
+        ""            model.attention.qkv_bias=true
+        fsdp          model.attention.qk_norm=learned
+        hsdp          precision=bf16
+        tp            ""
+        fsdp_tp       precision=bf16
+        fsdp_offload  ""
+        ""            model=deepseek_v3_debug
+        fsdp_tp       model=deepseek_v2_debug
+    """),
 )
 def test_gradients_of_one_product_are_those_of_single_linears(pool, name, typed):
     job = layout(name, *typed.split()) if name else tiny(*typed.split())

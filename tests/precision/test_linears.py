@@ -66,13 +66,13 @@ def test_small_ones_are_torchaos(linear):
 
 @pytest.mark.parametrize(
     ("overrides", "warned"),
-    [
-        (["precision=float8_rowwise"], True),
-        (["precision=float8_tensorwise", "compile=on", "compile.components=[loss]"], True),
-        (["precision=float8_rowwise", "compile=on"], False),
-        (["precision=float8_rowwise", "precision.emulate=true"], False),
-        (["precision=bf16"], False),
-    ],
+    rows("""
+        [precision=float8_rowwise]                                              true
+        [precision=float8_tensorwise, compile=on, 'compile.components=[loss]']  true
+        [precision=float8_rowwise, compile=on]                                  false
+        [precision=float8_rowwise, precision.emulate=true]                      false
+        [precision=bf16]                                                        false
+    """),
 )
 def test_warning_about_casts_without_compile(overrides, warned):
     on_gpus = [

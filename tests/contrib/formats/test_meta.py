@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from cases import rows
 from conversions import consolidated, save_meta
 from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
 from one_line import one_line
@@ -92,15 +93,11 @@ def test_tables_are_one_or_split_by_columns(files, by_rows, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "shapes", "says"),
-    [
-        (
-            "layers.0.attention.wq.weight",
-            [[64, 64], [64, 64]],
-            "do not make up [64, 64] of model=small",
-        ),
-        ("tok_embeddings.weight", [[48, 32], [48, 32]], "do not make up [96, 64] of model=small"),
-        ("norm.weight", [[32], [32]], "do not make up [64] of model=small"),
-    ],
+    rows("""
+        layers.0.attention.wq.weight  [[64, 64], [64, 64]]  do not make up [64, 64] of model=small
+        tok_embeddings.weight         [[48, 32], [48, 32]]  do not make up [96, 64] of model=small
+        norm.weight                   [[32], [32]]          do not make up [64] of model=small
+    """),
 )
 def test_shards_that_do_not_make_up_the_model(name, shapes, says):
     with pytest.raises(UserError) as caught:

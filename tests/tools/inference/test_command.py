@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import texts
 from families_table import CASES, random_model, set_fields, to_transformers
 from inference_jobs import generation
 
@@ -200,14 +201,14 @@ def test_mistakes(typed, message, weights, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("typed", "prompt"),
-    [
-        ("'it' and 'that'", "'it' and 'that'"),
-        ("'quoted'", "quoted"),
-        (r"'it\'s'", "it's"),
-        ("it's", "it's"),
-        ("a\\", "a\\"),
-        ("[x, {y: 1}] ${z}", "[x, {y: 1}] ${z}"),
-    ],
+    texts(r"""
+        'it' and 'that'   'it' and 'that'
+        'quoted'          quoted
+        'it\'s'           it's
+        it's              it's
+        a\                a\
+        [x, {y: 1}] ${z}  [x, {y: 1}] ${z}
+    """),
 )
 def test_quotes_of_a_prompt(typed, prompt):
     assert generation(Path("x"), f"prompt={typed}", "model=llama3_tiny").prompt == prompt

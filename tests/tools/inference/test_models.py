@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import texts
 from families_table import CASES, PLAIN, changed, random_model, set_fields, to_transformers
 from inference_jobs import evaluation, generation
 
@@ -29,14 +30,14 @@ FEW = 8  # with transformers' own loop, which takes most of the time
 LENGTHS = (20, 3, 37)
 WINDOW = 48
 LAYOUTS = {
-    "tp": ["parallelism=tp", "parallelism.tp=2"],
-    "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=2"],
-    "ddp": ["parallelism=ddp", "parallelism.dp_replicate=2"],
-    "ep": ["parallelism=fsdp", "parallelism.dp_shard=2", "parallelism.ep=2"],
-    "tp_ep": ["parallelism=tp", "parallelism.tp=2", "parallelism.dp_shard=2", "parallelism.ep=2"],
-    "pp": ["parallelism=pp", "parallelism.pp=2", "training.loss_chunks=3"],
-    "compiled": ["parallelism=tp", "parallelism.tp=2", "compile=on", "compile.backend=aot_eager"],
-    "tp_cp": ["parallelism=tp", "parallelism.tp=2", "parallelism.cp=2", "training.loss_chunks=3"],
+    "tp": "parallelism=tp parallelism.tp=2",
+    "fsdp": "parallelism=fsdp parallelism.dp_shard=2",
+    "ddp": "parallelism=ddp parallelism.dp_replicate=2",
+    "ep": "parallelism=fsdp parallelism.dp_shard=2 parallelism.ep=2",
+    "tp_ep": "parallelism=tp parallelism.tp=2 parallelism.dp_shard=2 parallelism.ep=2",
+    "pp": "parallelism=pp parallelism.pp=2 training.loss_chunks=3",
+    "compiled": "parallelism=tp parallelism.tp=2 compile=on compile.backend=aot_eager",
+    "tp_cp": "parallelism=tp parallelism.tp=2 parallelism.cp=2 training.loss_chunks=3",
 }
 FAMILIES = ["llama", "qwen2", "mistral_wide", "mixtral_window", "qwen3", "qwen3_moe", "deepseek_v2"]
 FAMILIES += ["deepseek_v3", "gpt_oss", "llama4"]
@@ -154,19 +155,19 @@ def test_scores(case, saved):
 
 @pytest.mark.parametrize(
     ("verb", "case", "layout"),
-    [
-        ("generate", "llama", "tp"),
-        ("generate", "llama", "fsdp"),
-        ("generate", "llama", "ddp"),
-        ("generate", "deepseek_v3", "tp"),
-        ("generate", "gpt_oss", "tp_ep"),
-        ("generate", "llama4", "ep"),
-        ("generate", "gpt_oss", "compiled"),
-        ("evaluate", "deepseek_v3", "compiled"),
-        ("evaluate", "llama", "pp"),
-        ("evaluate", "llama", "tp_cp"),
-        ("evaluate", "deepseek_v3", "ep"),
-    ],
+    texts("""
+        generate  llama        tp
+        generate  llama        fsdp
+        generate  llama        ddp
+        generate  deepseek_v3  tp
+        generate  gpt_oss      tp_ep
+        generate  llama4       ep
+        generate  gpt_oss      compiled
+        evaluate  deepseek_v3  compiled
+        evaluate  llama        pp
+        evaluate  llama        tp_cp
+        evaluate  deepseek_v3  ep
+    """),
 )
 def test_ranks(verb, case, layout, saved, pool):
     folder, theirs = saved(case)
@@ -174,7 +175,7 @@ def test_ranks(verb, case, layout, saved, pool):
     if verb == "evaluate":
         options = (scoring_job, rows, scored, require_scores)
     compose, make, on_rank, require = options
-    job, given = compose(folder, *LAYOUTS[layout]), make(case)
+    job, given = compose(folder, *LAYOUTS[layout].split()), make(case)
     for made in pool.run(job.world_size, on_rank, job, folder, given):
         require(made, theirs, given)
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import rows
 from plans import LLAMA_8B, job_of
 
 from harness.config.fields import with_value
@@ -133,11 +134,11 @@ def test_passes_wait_for_their_inputs():
 
 @pytest.mark.parametrize(
     ("name", "sends"),
-    [
-        ("1F1B", [8, 16, 16, 8]),
-        ("Interleaved1F1B", [24, 32, 32, 24]),
-        ("ZBVZeroBubble", [16, 32, 32, 16]),
-    ],
+    rows("""
+        1F1B             [8, 16, 16, 8]
+        Interleaved1F1B  [24, 32, 32, 24]
+        ZBVZeroBubble    [16, 32, 32, 16]
+    """),
 )
 def test_sends_of_every_rank(name, sends):
     """Eight microbatches: a stage sends each once to a neighbour, unless the neighbour is on the same rank.

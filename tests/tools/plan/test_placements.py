@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from cases import texts
 from fake_world import fake_process_group
 from torch.distributed.tensor import DTensor
 
@@ -99,22 +100,18 @@ def local_bytes(tensor):
 
 @pytest.mark.parametrize(
     ("model", "degrees", "typed"),
-    [
-        ("llama3_tiny", "dp_shard=2 tp=2 pp=2", ""),
-        ("llama3_tiny", "dp_shard=3 cp=2 dp_replicate=1", "model.vocab_size=257"),
-        ("llama3_tiny", "pp=2 dp_shard=2 pp_schedule=Interleaved1F1B", "model.n_layers=6"),
-        ("llama3_tiny", "dp_replicate=2 dp_shard=2 tp=2", "optimizer=muon"),
-        ("llama3_tiny", "dp_shard=2", "optimizer.state_dtype=bfloat16"),
-        ("qwen3_moe_debug", "dp_shard=2 tp=2 pp=2 ep=2 expert_tensor_parallel=true", ""),
-        ("deepseek_v3_debug", "dp_shard=4 tp=2 ep=8", "training.global_batch_size=32"),
-        ("gpt_oss_debug", "dp_shard=8 ep=2", "precision=bf16_full"),
-        ("llama3_debug", "dp_shard=8", "precision=float8_rowwise precision.emulate=true"),
-        (
-            "flux_debug",
-            "dp_shard=4",
-            "data=latents_synthetic training.seq_len=80 optimizer.ema_decay=0.9",
-        ),
-    ],
+    texts("""
+        llama3_tiny        dp_shard=2 tp=2 pp=2  ""
+        llama3_tiny        dp_shard=3 cp=2 dp_replicate=1  model.vocab_size=257
+        llama3_tiny        pp=2 dp_shard=2 pp_schedule=Interleaved1F1B  model.n_layers=6
+        llama3_tiny        dp_replicate=2 dp_shard=2 tp=2  optimizer=muon
+        llama3_tiny        dp_shard=2  optimizer.state_dtype=bfloat16
+        qwen3_moe_debug    dp_shard=2 tp=2 pp=2 ep=2 expert_tensor_parallel=true  ""
+        deepseek_v3_debug  dp_shard=4 tp=2 ep=8  training.global_batch_size=32
+        gpt_oss_debug      dp_shard=8 ep=2  precision=bf16_full
+        llama3_debug       dp_shard=8  precision=float8_rowwise precision.emulate=true
+        flux_debug         dp_shard=4  data=latents_synthetic training.seq_len=80 optimizer.ema_decay=0.9
+    """),
 )
 def test_what_is_built_is_what_is_planned(model, degrees, typed):
     layout = [f"parallelism.{degree}" for degree in degrees.split()]

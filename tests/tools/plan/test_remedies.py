@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from cases import rows
 
 from harness.compose.composer import compose_job
 from harness.config.cluster import ClusterConfig
@@ -134,14 +135,14 @@ def test_from_the_command_line(limit):
 
 @pytest.mark.parametrize(
     ("fields", "world", "change"),
-    [
-        ({"kind": "slurm"}, 16, ["cluster.nodes=4"]),
-        ({"kind": "slurm", "nodes": 2}, 16, ["cluster.nodes=4"]),
-        ({"kind": "slurm"}, 4, ["cluster.ranks=8"]),
-        ({"kind": "slurm", "ranks": 8, "nodes": 2}, 8, ["cluster.ranks=16", "cluster.nodes=4"]),
-        ({"kind": "local"}, 4, ["cluster.ranks=8"]),
-        ({"kind": "local"}, 8, None),
-    ],
+    rows("""
+        {kind: slurm}                      16  [cluster.nodes=4]
+        {kind: slurm, nodes: 2}            16  [cluster.nodes=4]
+        {kind: slurm}                      4   [cluster.ranks=8]
+        {kind: slurm, ranks: 8, nodes: 2}  8   [cluster.ranks=16, cluster.nodes=4]
+        {kind: local}                      4   [cluster.ranks=8]
+        {kind: local}                      8   null
+    """),
 )
 def test_more_ranks_of_a_cluster(fields, world, change):
     cluster = ClusterConfig(**fields, ranks_per_node=8 if fields["kind"] == "slurm" else None)
