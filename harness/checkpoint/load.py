@@ -67,8 +67,7 @@ class CheckpointLoader(CheckpointedRun):
         """Load the newest undamaged checkpoint of the run, or else ``first``, which it started from."""
 
         def find() -> list[Checkpoint]:
-            own = self.folder.complete(FALLBACKS)[0]
-            full = [each for each in own if each.holds == "full"]
+            full = [each for each in self.folder.complete(FALLBACKS)[0] if each.holds == "full"]
             if not full and first is not None and not self.config.exclude_from_loading:
                 with contextlib.suppress(DamagedCheckpoint):
                     return [open_checkpoint(first)]
@@ -102,8 +101,9 @@ class CheckpointLoader(CheckpointedRun):
             try:
                 self.folder.supersede_after(step)
             except OSError as error:
-                rule = f"checkpoints after step {step} cannot be moved aside"
-                raise UserError(f"{self.folder.path}: {rule}: {error}") from error
+                raise UserError(
+                    f"{self.folder.path}: checkpoints after step {step} cannot be moved aside: {error}"
+                ) from error
 
         if self.config.writes:
             self.ranks.on_rank_zero(move)
@@ -150,7 +150,6 @@ class CheckpointLoader(CheckpointedRun):
 
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
         path = checkpoint.path
-        group = self.ranks.group
         try:
             if self.config.initial_load_in_hf:
                 self.ranks.on_rank_zero(lambda: self.weights.check(path, self.job.model))
@@ -160,7 +159,11 @@ class CheckpointLoader(CheckpointedRun):
             if not self.config.initial_load_model_only:
                 return self._load(checkpoint)
             with opened(checkpoint, self.ranks) as reader:
-                dcp.load(dict(model_state(self.engine)), storage_reader=reader, process_group=group)
+                dcp.load(
+                    dict(model_state(self.engine)),
+                    storage_reader=reader,
+                    process_group=self.ranks.group,
+                )
             return {}
         except DamagedCheckpoint as error:
             raise UserError(f"checkpoint.initial_load_path={path}: {error}") from error
@@ -187,7 +190,7 @@ def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
             ranks.everywhere(reader.read_metadata)
             yield reader
     except CheckpointException as error:
-        rank, cause = next((rank, cause) for rank, (cause, _) in error.failures.items())
+        rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, DamagedCheckpoint | FileNotFoundError):
             raise DamagedCheckpoint(f"{cause} (found by rank {rank})") from error
         if isinstance(cause, OSError):

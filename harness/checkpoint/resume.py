@@ -216,6 +216,14 @@ def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> N
             f"{checkpoint.path} was written by a job with other numerics: {changed}",
             f"those values, or checkpoint.allow_changed=[{','.join([*allowed, *names])}]",
         )
+    if not only and "data_loader" not in job.checkpoint.exclude_from_loading:
+        read = checkpoint.state["data_loader"].get("batch", checkpoint.step)
+        before = _saved(checkpoint).get("data.leave_out", [])
+        late = [each for each in job.data.leave_out if each <= read and each not in before]
+        if late:
+            raise ConfigError(
+                "data.leave_out", late, f"{checkpoint.path} is after batch {read}", "an earlier one"
+            )
 
 
 def differing(job: Job, checkpoint: Checkpoint) -> list[str]:

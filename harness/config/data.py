@@ -120,7 +120,8 @@ class DataConfig:
     """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this times its
     samples per epoch, so only the ratio of the epochs counts."""
     weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
-    """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
+    """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`. The steps are those
+    without any batch left out (`leave_out`, `debug.spikes=rewind`): weights belong to the data."""
     mask_document_boundary: bool = numerics(True)
     """Mask the label at a document's last token, which is the next document's first token."""
     attend_across_documents: bool = numerics(True)

@@ -39,11 +39,14 @@ class Loader(ABC):
         note: a line to show when training starts, or None.
         runs_in_loop: whether the training loop must call ``next`` itself, because it computes on
             the device.
+        leaves_out: whether it leaves out the batches of ``data.leave_out`` and of its state, as
+            ``Cursor`` does. A job that wants it is refused without.
     """
 
     samples_per_epoch: int | None
     note: str | None = None
     runs_in_loop: bool = False
+    leaves_out: bool = False
     samples_per_epoch_of: Mapping[str, int | None] = MappingProxyType({})
 
     @abstractmethod
@@ -59,7 +62,8 @@ class Loader(ABC):
         """Continue after the step at which ``state`` was saved; the sizes of the next step are
         those of ``state["step"] + 1``.
 
-        ``state["leave_out"]`` has the numbers of batches to leave out beside those of the job.
+        ``state["leave_out"]`` has the numbers of batches to leave out beside those of the job
+        (``leaves_out``).
 
         Raises:
             DataError: the state is from a stream or a mixture and this loader is not, or the
@@ -208,6 +212,8 @@ class SampleLoader(Loader):
     Args:
         sources: by name; the name of a single one does not matter.
     """
+
+    leaves_out = True
 
     def __init__(
         self,

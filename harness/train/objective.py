@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config.data_kinds import errors_of_set
 from harness.config.registry import Registry, resolve_options
 from harness.metrics.columns import Metric
+from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -147,12 +148,23 @@ def objective_of(model: ModelConfig) -> Objective:
 
 
 def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train") -> Loader:
-    """Return a loader of the given rows of every global batch."""
+    """Return a loader of the given rows of every global batch.
+
+    Raises:
+        ConfigError: it would not leave out the batches that the job leaves out.
+    """
     from harness.train.setup import local_rank
 
-    return objective_of(job.model).build_loader(
+    loader = objective_of(job.model).build_loader(
         job, tokenizer, rows, split, wait_for_all=_wait_for_all, is_builder=local_rank() == 0
     )
+    if split == "train" and not loader.leaves_out:
+        rule = f"{type(loader).__name__} of data.kind={job.data.kind} leaves out no batches"
+        if job.data.leave_out:
+            raise ConfigError("data.leave_out", job.data.leave_out, rule, "[]")
+        if job.debug.spikes == "rewind":
+            raise ConfigError("debug.spikes", "rewind", rule, ["log", "skip"])
+    return loader
 
 
 def validation_loaders(job: Job, tokenizer: Tokenizer, rows: range) -> dict[str, Loader]:

@@ -67,6 +67,8 @@ class PictureLoader(Loader):
         drops: whether a sample, by its number, has the empty caption.
     """
 
+    leaves_out = True
+
     def __init__(self, samples: Any, cursor: Cursor, drops: Callable[[int], bool]) -> None:
         self._samples = samples
         self._cursor = cursor
