@@ -341,7 +341,8 @@ def errors_of(place: str) -> Iterator[None]:
         field = own_field.sub(f"{place}.", error.field)
         # ``data=`` chooses a file of conf/data for the whole job; a source has only its kind.
         works = own_field.sub(f"{place}.", error.works.replace("data=", "data.kind="))
-        raise ConfigError(field, error.value, f"{place}: {error.rule}", works) from error
+        rule = error.rule if field.startswith(place) else f"{place}: {error.rule}"
+        raise ConfigError(field, error.value, rule, works) from error
     except DataError as error:
         message = _OF_FILES.sub(f"{place}.", str(error))
         raise DataError(f"{place}: {message}") from error
