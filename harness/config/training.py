@@ -304,7 +304,8 @@ class ValidationConfig:
     """Global batches per validation."""
     sets: dict[str, ValidationSet] = label(factory=dict, needs=VALIDATION)
     """More held-out documents by name, each set with the fields of ``data``, such as
-    `{code: {kind: local, paths: [code/*.txt]}}`. A set is read whole, and has the column
+    `{code: {kind: local, paths: [code/*.txt]}}`. No document of a set is left out of it; a validation
+    takes the first ``steps`` batches of each, and the job's batch size. A set has the column
     ``validation_loss.NAME``. With sets, ``data`` itself need not hold out documents."""
     options: dict[str, Any] = label(factory=dict)
     """Options of validation, for an architecture that another package has added."""
@@ -364,7 +365,7 @@ class DebugConfig:
     spikes: str = numerics("off", choices=SPIKES, id_omits_default=True)
     """What follows a spike, a step whose loss or gradient norm is far above the steps before. log: a row with
     its z-scores. skip: its update is skipped too, at most ten in a row. rewind: the run goes back to its
-    newest checkpoint, and leaves out the step's batch for ever."""
+    newest checkpoint, and leaves out the step's batch for ever. skip and rewind save evidence."""
     spike_zscore: float = numerics(6.0, above=0, id_omits_default=True, needs=FINDS_SPIKES)
     """A spike exceeds the median of `spike_window` steps by so many robust standard deviations: 1.4826 times
     the median distance from the median. OLMo's SkipStepOptimizer takes 6, and 128 steps."""

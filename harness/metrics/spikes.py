@@ -24,35 +24,55 @@ STATE = "spike_window"
 
 
 class Usual(NamedTuple):
-    """Median and robust standard deviation of a value in the steps before."""
+    """Median and robust standard deviation of a value in steps before, and the most that is usual."""
 
     median: float
     deviation: float
+    most: float
 
     def zscore(self, value: float) -> float:
         """How many deviations a value is above the median."""
         return (value - self.median) / self.deviation
 
-    def limit(self, zscore: float) -> float:
-        """The value with this score."""
-        return self.median + zscore * self.deviation
 
-
-def usual(values: Iterable[float]) -> Usual:
-    """Return what is usual among values; equal values say nothing, and their deviation is infinite."""
+def usual(values: Iterable[float], zscore: float) -> Usual:
+    """Return what is usual among values, up to a z-score; after equal values nothing is a spike."""
     known = list(values)
     middle = median(known)
-    deviation = NORMAL * median(abs(value - middle) for value in known)
-    return Usual(middle, deviation or math.inf)
+    deviation = NORMAL * median(abs(value - middle) for value in known) or math.inf
+    return Usual(middle, deviation, middle + zscore * deviation)
 
 
 class Limits(NamedTuple):
-    """What is usual before a step, and the largest values that are no spike."""
+    """What is usual before a step."""
 
     loss: Usual
     grad_norm: Usual
-    most_loss: float
-    most_grad_norm: float
+
+
+class Spike(NamedTuple):
+    """A step with a spike, and its z-scores."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    loss_zscore: float
+    grad_norm_zscore: float
+
+    @property
+    def row(self) -> dict[str, float]:
+        """Its row of metrics."""
+        return {
+            "step": self.step,
+            "spike.loss": self.loss_zscore,
+            "spike.grad_norm": self.grad_norm_zscore,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"spike in step {self.step}: loss {self.loss:.4g} (z-score {self.loss_zscore:.1f}), "
+            f"gradient norm {self.grad_norm:.4g} (z-score {self.grad_norm_zscore:.1f})"
+        )
 
 
 class SpikePolicy:
@@ -76,12 +96,10 @@ class SpikePolicy:
         if self.action == "off" or 2 * len(known) < self._window:
             return None
         _, losses, norms = zip(*known, strict=True)
-        loss = usual(losses)
-        norm = usual(norms)
-        return Limits(loss, norm, loss.limit(self._zscore), norm.limit(self._zscore))
+        return Limits(usual(losses, self._zscore), usual(norms, self._zscore))
 
-    def check(self, step: int, loss: float, norm: float) -> dict[str, float] | None:
-        """Return a row with the z-scores of a step if it is finite and a spike; steps come in their order.
+    def check(self, step: int, loss: float, norm: float) -> Spike | None:
+        """Return the spike of a step that is finite and has one; steps come in their order.
 
         Raises:
             NonFiniteError: too many updates in a row were skipped.
@@ -89,23 +107,20 @@ class SpikePolicy:
         if not math.isfinite(loss + norm):
             return None
         limits = self.limits(step)
-        if limits is None or (loss <= limits.most_loss and norm <= limits.most_grad_norm):
+        if limits is None or (loss <= limits.loss.most and norm <= limits.grad_norm.most):
             self._values.append((step, loss, norm))
             return None
+        spike = Spike(step, loss, norm, limits.loss.zscore(loss), limits.grad_norm.zscore(norm))
         if step - self._values[-1][0] > MOST_IN_A_ROW:
             if self.action == "skip":
                 raise NonFiniteError(
-                    f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: more than "
-                    f"{MOST_IN_A_ROW} spikes in a row; would work: debug.spikes=log, or a lower optimizer.lr"
+                    f"{spike}: more than {MOST_IN_A_ROW} in a row; "
+                    "would work: debug.spikes=log, or a lower optimizer.lr"
                 )
             self._values.clear()
-        return {
-            "step": step,
-            "spike.loss": limits.loss.zscore(loss),
-            "spike.grad_norm": limits.grad_norm.zscore(norm),
-        }
+        return spike
 
-    def count_rewind(self, step: int | None, why: str) -> None:
+    def count_rewind(self, step: int | None, why: Spike) -> None:
         """Count that the run goes back to the checkpoint of a step, because of a spike.
 
         Raises:

@@ -1,8 +1,8 @@
-"""Stop or skip when a step is not finite, save its batch and gradient norms, and name where it began."""
+"""Stop or skip when a step is not finite, save its batch, and name where it began."""
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ MOST_SKIPPED = 10
 class NonFinitePolicy:
     """What ``debug.non_finite`` does with a step whose loss or gradients are not finite: stop or skip.
 
-    Every rank has the same sums and does the same. The evidence is saved in the run folder.
+    Every rank has the same sums and does the same. The evidence is saved in the run folder, as is that
+    of spikes (``debug.spikes``).
     """
 
     def __init__(self, debug: DebugConfig, folder: Path, engine: Engine) -> None:
@@ -54,55 +55,51 @@ class NonFinitePolicy:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        saved = save_evidence(
-            self._folder, step, [name for name, _ in self._engine.named_parameters()]
-        )
         loss = step.outcome.loss
         norm = step.outcome.grad_norm
-        text = f"step {step.number}: loss {loss}, gradient norm {norm}; {saved}"
+        text = f"step {step.number}: loss {loss}, gradient norm {norm}; {self.save_evidence(step)}"
         if self._debug.non_finite == "stop":
             raise NonFiniteError(text)
         if self._in_a_row > MOST_SKIPPED:
             raise NonFiniteError(f"{text}; {self._in_a_row} updates in a row skipped")
         return f"skipped the update of {text}"
 
+    def save_evidence(self, step: Step) -> str:
+        """Write ``step<n>-rank<r>.pt`` (this rank's rows) and ``.json`` (which gradients are not finite).
 
-def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
-    """Write ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (gradients that are not finite).
+        The gradients themselves may be freed by now; this rank's share of each norm is still known.
 
-    The gradients themselves may be freed by now; this rank's share of each norm is still known.
-
-    Returns:
-        A message: where the files are, or why they could not be written. A full disk must not hide
-        that the numbers were not finite.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    outcome = step.outcome
-    batch = step.batch
-    wrong = [
-        {"parameter": name, "norm": str(square**0.5)}
-        for name, square in zip(names, outcome.squares.tolist(), strict=True)
-        if not math.isfinite(square)
-    ]
-    stem = folder / f"step{step.number}-rank{rank}"
-    row = {
-        "step": step.number,
-        "rank": rank,
-        "loss": str(outcome.loss),
-        "grad_norm": str(outcome.grad_norm),
-        "gradients": wrong,
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
-        tensors = {name.rpartition("_")[0]: tensor for name, tensor in batch._asdict().items()}
-        torch.save(
-            {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None},
-            stem.with_suffix(".pt"),
-        )
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        return f"evidence could not be saved: {error}"
-    return f"evidence in {folder}"
+        Returns:
+            A message: where the files are, or why they could not be written. A full disk must not
+            hide the reason.
+        """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        outcome = step.outcome
+        squares = zip(self._engine.named_parameters(), outcome.squares.tolist(), strict=True)
+        row = {
+            "step": step.number,
+            "rank": rank,
+            "loss": str(outcome.loss),
+            "grad_norm": str(outcome.grad_norm),
+            "gradients": [
+                {"parameter": name, "norm": str(square**0.5)}
+                for (name, _), square in squares
+                if not math.isfinite(square)
+            ],
+        }
+        stem = self._folder / f"step{step.number}-rank{rank}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
+            tensors = {
+                name.rpartition("_")[0]: tensor.cpu()
+                for name, tensor in step.batch._asdict().items()
+                if tensor is not None
+            }
+            torch.save(tensors, stem.with_suffix(".pt"))
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+            return f"evidence could not be saved: {error}"
+        return f"evidence in {self._folder}"
 
 
 @contextmanager
@@ -136,7 +133,6 @@ class NanWatch(Observer):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._step = 0
         self._last_finite = "the loss"
         self._hooks = [
             module.register_forward_hook(self._hook(name))
@@ -144,10 +140,6 @@ class NanWatch(Observer):
             for name, module in part.named_modules()
             if name
         ]
-
-    def begin_step(self, step: int) -> Sequence[float]:
-        self._step = step
-        return ()
 
     def close(self, error: BaseException | None) -> None:
         for hook in self._hooks:
@@ -180,7 +172,7 @@ class NanWatch(Observer):
         return check_output
 
     def _raise(self, what: str) -> None:
-        raise NonFiniteError(f"step {self._step}: {what}")
+        raise NonFiniteError(f"step {self.run.progress.running}: {what}")
 
 
 def _not_finite(tensor: Tensor) -> str:

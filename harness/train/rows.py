@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ _SOURCES = (
     Metric(
         "tokens.*",
         "tokens",
-        "Tokens of a source since step 1, with padding and batches left out.",
+        "Tokens of a source since step 1; padding counts, and so do batches left out.",
         "`data=mixture`",
     ),
     Metric(
@@ -76,7 +76,7 @@ _ROW = (
         "spike.*",
         "1",
         "Robust z-scores of the loss and the gradient norm of a spike; a row of its own with `step`.",
-        "`debug.spikes`",
+        "`debug.spikes=log` or `skip`",
         line="spike.{rest} {:.1f}",
     ),
     Metric("schedule.batch_size", "sequences", "Sequences of this step.", "`schedule.batch_size`"),
@@ -110,13 +110,13 @@ _RESULT = (
     Metric(
         "validation_loss",
         "nats/token",
-        "Loss of the last validation; null without one.",
+        "Loss of the last validation on the held-out documents of `data`; null without one.",
         in_summary=True,
     ),
     Metric(
         "best_validation_loss",
         "nats/token",
-        "Lowest loss of validation so far, over all attempts; null without one.",
+        "Lowest `validation_loss` so far, over all attempts; null without one.",
     ),
     Metric("best_validation_step", "count", "Step of that validation."),
     Metric(
@@ -162,36 +162,29 @@ _RESULT = (
 )
 
 
-_KEPT = (
-    "step",
-    "tokens",
-    "loss",
-    "validation_loss",
-    "best_validation_loss",
-    "best_validation_step",
-    "skipped_steps",
-    "spikes",
-    "train_seconds",
-)
-
-
 @dataclass
-class Progress:
-    """Step, tokens, losses and memory of a run so far."""
+class Kept:
+    """What a run has so far, over all attempts: checkpoints keep it."""
 
     step: int = 0
-    start_step: int = 0
     tokens: int = 0
     loss: float | None = None
     validation_loss: float | None = None
     best_validation_loss: float | None = None
     best_validation_step: int | None = None
-    validation_of_parts: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
     spikes: int = 0
     train_seconds: float = 0.0
     """Of all steps that count: those that a checkpoint has, and those after it of this attempt."""
+
+
+@dataclass
+class Progress(Kept):
+    """Step, tokens, losses and memory of a run so far; and what this attempt has beside it."""
+
+    start_step: int = 0
+    validation_of_parts: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     running: int | None = None
     """The step in which this process may wait for collectives; None between steps."""
     first_step_seconds: float | None = None
@@ -200,20 +193,26 @@ class Progress:
 
     def saved(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps: those of the run, not those of this process."""
-        return {name: getattr(self, name) for name in _KEPT}
+        return {each.name: getattr(self, each.name) for each in fields(Kept)}
 
-    def note_validation(self, loss: float) -> None:
-        """Take note of a validation after this step; a loss that is not finite is never the best."""
+    def note_validation(self, loss: float | None, of_parts: dict[str, float]) -> None:
+        """Take note of a validation after this step.
+
+        Args:
+            loss: of the held-out documents of ``data``, if there are any; never the best if not finite.
+            of_parts: of its sources and of the sets, by column.
+        """
         self.validation_loss = loss
+        self.validation_of_parts = of_parts
         best = self.best_validation_loss
-        if isfinite(loss) and (best is None or loss < best):
+        if loss is not None and isfinite(loss) and (best is None or loss < best):
             self.best_validation_loss = loss
             self.best_validation_step = self.step
 
     def resume(self, saved: dict[str, Any]) -> None:
         """Continue from the values of ``saved``; an empty dict starts from the beginning."""
-        for name in _KEPT:
-            setattr(self, name, saved.get(name, getattr(self, name)))
+        for name in self.saved().keys() & saved:
+            setattr(self, name, saved[name])
 
 
 def metrics_of_rows(observers: Iterable[Observer | type[Observer]]) -> list[Metric]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class HostCopy:
         return self._values
 
 
+@dataclass(eq=False)
 class StepOutcome:
     """Loss and gradient norm of one step; the same on every rank, except ``local_loss``.
 
@@ -46,13 +47,14 @@ class StepOutcome:
         sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
             multi-token prediction if the model has it, and of a mixture each source's share of the
             loss.
+        own_loss: this rank's share of the loss.
         squares: this rank's share of each gradient's squared norm.
         needed: ``Balance.take_needed``; its sum over the world is the last one of ``sums``, if it is not
             empty.
         tokens: tokens of the global batch, without padding.
         valid_tokens: those that the loss counts.
         source_tokens: the same for each source of a mixture.
-        local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks
+        local_weight: factor from ``own_loss`` to the mean loss of this rank's tokens; None on ranks
             that compute no loss.
         batch: this rank's rows of the global batch, on the device.
         activations: what a QK-clip has measured on the batch; None: it had no need.
@@ -60,48 +62,37 @@ class StepOutcome:
         beside: sums of the values that were summed beside these.
     """
 
-    def __init__(
-        self,
-        sums: Tensor,
-        loss: Tensor,
-        squares: Tensor,
-        needed: Tensor,
-        *,
-        tokens: int,
-        valid_tokens: int,
-        source_tokens: Sequence[int],
-        local_weight: float | None,
-        batch: AnyBatch,
-        activations: Activations | None = None,
-        stop_requested: bool,
-        beside: Sequence[float] = (),
-    ) -> None:
-        self.tokens = tokens
-        self.valid_tokens = valid_tokens
-        self.batch = batch
-        self.activations = activations
-        self.stop_requested = stop_requested
-        self.beside = beside
-        self.source_tokens = source_tokens
-        self.squares = squares
-        self._local_weight = local_weight
-        self.needed = needed
+    sums: InitVar[Tensor]
+    own_loss: InitVar[Tensor]
+    squares: Tensor
+    needed: Tensor
+    _: KW_ONLY
+    tokens: int
+    valid_tokens: int
+    source_tokens: Sequence[int]
+    local_weight: float | None
+    batch: AnyBatch
+    activations: Activations | None = None
+    stop_requested: bool
+    beside: Sequence[float] = ()
+
+    def __post_init__(self, sums: Tensor, own_loss: Tensor) -> None:
         square_sum, *loss_sums = sums.unbind()
-        all_needed = [loss_sums.pop()] if len(needed) else []
+        all_needed = [loss_sums.pop()] if len(self.needed) else []
         # The one number that decides about the update: it is not finite if a loss is not finite, or
         # if rows of experts had no room.
         self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
         for each in all_needed:
             self.norm = self.norm.where(each == 0, torch.nan)
-        values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums, *all_needed])
+        values = torch.stack([square_sum.sqrt(), own_loss.double(), *loss_sums, *all_needed])
         self._num_values = len(values) - len(all_needed)
         self._on_device = values
         self._values = HostCopy(values)
 
     def drop_above(self, limits: Limits) -> None:
         """Have the update dropped, as one that is not finite, if a value exceeds its limit."""
-        is_usual = self._on_device[0] <= limits.most_grad_norm
-        is_usual &= self._on_device[2] <= limits.most_loss
+        is_usual = self._on_device[0] <= limits.grad_norm.most
+        is_usual &= self._on_device[2] <= limits.loss.most
         self.norm = self.norm.where(is_usual, torch.nan)
 
     @property
@@ -131,7 +122,7 @@ class StepOutcome:
     @property
     def local_loss(self) -> float | None:
         """Mean loss per valid token of this rank's rows; None on ranks that compute no loss."""
-        return None if self._local_weight is None else self._value(1) * self._local_weight
+        return None if self.local_weight is None else self._value(1) * self.local_weight
 
     @property
     def is_finite(self) -> bool:

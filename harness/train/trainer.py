@@ -1,11 +1,12 @@
 """The training loop: data, gradients, update, metrics, observers, checkpoints, stop."""
 
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
 from harness.metrics.mfu import Efficiency, describe_inputs
 from harness.metrics.recorder import Recorder
-from harness.metrics.spikes import SpikePolicy
+from harness.metrics.spikes import Spike, SpikePolicy
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.async_tp import describe_fused, fused
 from harness.parallelism.compile import CompileWatch
@@ -220,8 +221,8 @@ class Trainer:
             stop_requested = request.signal is not None or self.saver.asks_to_stop
             beside = [float(self.saver.is_overdue), *chain.from_iterable(begun)]
             outcome = self.engine.gradients(batch, stop_requested=stop_requested, beside=beside)
-        limits = self.spikes.limits(number)
-        if limits is not None and self.spikes.action == "skip":
+        limits = self.spikes.limits(number) if self.spikes.action == "skip" else None
+        if limits is not None:
             outcome.drop_above(limits)
         lr = self.engine.lr
         if self.saver.is_staging:
@@ -234,11 +235,10 @@ class Trainer:
         if number == self.progress.start_step + 1:
             self.saver.check_optimizer()
         columns = dict[str, Any]()
-        aside = []
-        at = 1
+        aside = list[tuple[Observer, Sequence[float]]]()
+        of_observers = iter(outcome.beside[1:])
         for observer, values in zip(self.observers, begun, strict=True):
-            sums = outcome.beside[at : at + len(values)]
-            at += len(values)
+            sums = list(islice(of_observers, len(values)))
             if Need.ASIDE in observer.needs(number):
                 aside.append((observer, sums))
             else:
@@ -249,15 +249,10 @@ class Trainer:
     def _note(self, columns: Row) -> Noted:
         """Note values for the step's row before the next step changes them."""
         load_ME = self.engine.balance.load_ME
-        largest: set[str] = set()
-        for observer in self.observers:
-            largest |= set(observer.maxima)
-        return Noted(
-            {name: value for name, value in columns.items() if name not in largest},
-            {name: value for name, value in columns.items() if name in largest},
-            source_progress(self),
-            None if load_ME is None else HostCopy(load_ME),
-        )
+        names = chain.from_iterable(each.maxima for each in self.observers)
+        maxima = {name: columns.pop(name) for name in names if name in columns}
+        loads = None if load_ME is None else HostCopy(load_ME)
+        return Noted(columns, maxima, source_progress(self), loads)
 
     def _describe(self) -> None:
         if self._note_of_data:
@@ -298,18 +293,17 @@ class Trainer:
             shown = [each for each in metrics_of_rows(self.observers) if each.name not in hidden]
             self.recorder.begin(self.progress.step, shown)
 
-    def _go_back(self, spike: Step) -> None:
-        """Go back to the newest checkpoint, and leave out the batch of a step, on all ranks."""
-        what = f"spike in step {spike.number}, loss {spike.outcome.loss:.4f}"
+    def _go_back(self, spike: Spike) -> None:
+        """Go back to the newest checkpoint, and leave out the batch of a spike, on all ranks."""
         ahead = self.loader.state_dict()
         self.saver.finish()
         resumed = self.checkpoints.go_back(self.resumed_from if self.progress.start_step else None)
-        self.spikes.count_rewind(resumed.state.get("step"), what)
+        self.spikes.count_rewind(resumed.state.get("step"), spike)
         self.progress.resume({**resumed.state, "spikes": self.progress.spikes})
         self.saver.account.step = self.progress.step
         self.spikes.load_state_dict(resumed.state)
-        batches = leave_out(self.loader, ahead, spike.number, self.job)
-        what += f": back to step {self.progress.step}, without batches {batches}"
+        batches = leave_out(self.loader, ahead, spike.step, self.job)
+        what = f"back to step {self.progress.step}, without batches {batches}"
         for message in (*resumed.messages, what):
             self._message(message)
         if self.recorder is not None:
@@ -337,13 +331,13 @@ class Trainer:
 
         Else its values are read, and its row is written, when the next step is launched.
         """
-        timed_alone = (
-            step == self.progress.start_step + 1
-            or self.run.sizes.changes_length(step)
-            or self.run.sizes.changes_length(step + 1)
+        sizes = self.run.sizes
+        return (
+            step in (self.progress.start_step + 1, self.job.steps)
+            or sizes.changes_length(step)
+            or sizes.changes_length(step + 1)
             or self._is_slowed(step) != self._is_slowed(step + 1)
         )
-        return step == self.job.steps or timed_alone
 
     def _is_slowed(self, step: int) -> bool:
         return any(Need.SLOWS in each.needs(step) for each in self.observers)
@@ -354,7 +348,7 @@ class Trainer:
         if final:
             self.saver.close()
 
-    def _finish(self, *, drain: bool) -> Step | None:
+    def _finish(self, *, drain: bool) -> Spike | None:
         """Read the values of steps and write their rows; return a spike from which the run must go back."""
         late = 0 if drain else LATE_STEPS[self.engine.device.type]
         while len(self.unread) > late:
@@ -364,11 +358,13 @@ class Trainer:
             spike = self.spikes.check(step.number, outcome.loss, outcome.grad_norm)
             if spike is not None:
                 self.progress.spikes += 1
+                if self.spikes.action != "log":
+                    self._message(f"{spike}; {self.non_finite.save_evidence(step)}")
                 if self.spikes.action == "rewind":
                     self.unread.clear()
-                    return step
+                    return spike
                 if self.spikes.action == "skip":
-                    skipped = f"skipped the update of step {step.number}: a spike"
+                    skipped = f"skipped the update of step {step.number}"
             if skipped is not None:
                 self.progress.skipped_steps += 1
                 self._message(skipped)
@@ -379,7 +375,7 @@ class Trainer:
             if step.noted is not None:
                 self._log(step, step.noted)
             if spike is not None and self.recorder is not None:
-                self.recorder.log(spike)
+                self.recorder.log(spike.row)
         return None
 
     def _record_time(self, step: Step) -> None:
@@ -425,18 +421,13 @@ class Trainer:
         """Write one row of metrics; loss_max and the observers' maxima are over all ranks."""
         loss = step.outcome.local_loss
         maxima = noted.maxima
-        loss_max, *most = self.engine.world_max(
-            [float("-inf") if loss is None else loss, *maxima.values()]
-        )
+        own_max = -math.inf if loss is None else loss
+        loss_max, *most = self.engine.world_max([own_max, *maxima.values()])
         self.progress.maxima = dict(zip(maxima, most, strict=True))
         row = step_row(step, self, loss_max)
         # Its times are this rank's own.
-        own = {
-            "loss": loss,
-            "step_seconds": row["step_seconds"],
-            "data_share": row["data_share"],
-            **maxima,
-        }
+        times = {name: row[name] for name in ("step_seconds", "data_share")}
+        own = {"loss": loss, **times, **maxima}
         for each in self.observers:
             each.log(row, own)
         if self.recorder is not None:

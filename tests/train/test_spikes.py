@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import string
 import sys
 from pathlib import Path
@@ -10,16 +11,20 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from resumable_runs import train
 
 from harness.config.training import DebugConfig
+from harness.data.loader import SampleLoader
+from harness.data.tokenizer import build_tokenizer
 from harness.metrics.spikes import SpikePolicy
 from harness.metrics.tensor_file import read_tensors
 from harness.parallelism.loss import TokenLoss
+from harness.train.objective import loader_of
 from harness.train.step import LATE_STEPS
-from harness.util.errors import EXIT_NON_FINITE
+from harness.util.errors import EXIT_NON_FINITE, ConfigError
 
 STEPS, BATCH = 18, 256
 SMALL = (
@@ -74,7 +79,7 @@ def test_spikes_are_those_of_a_plain_reference():
             usual.append((step, value))
         else:
             found += 1
-            assert list(spike.values()) == pytest.approx([step, *scores])
+            assert list(spike.row.values()) == pytest.approx([step, *scores])
         if step % 50 == 0:
             state = json.loads(json.dumps(policy.state_dict()))
             policy = SpikePolicy(debug)
@@ -107,6 +112,8 @@ def test_a_spike_is_logged_or_its_update_is_skipped(spoiled, tmp_path, monkeypat
         monkeypatch.setitem(LATE_STEPS, "cpu", late)
         done = jobs.train(tmp_path / f"skip{late}", *data, *on("skip"))
         assert spikes(done) == [12]
+        evidence = torch.load(done.folder.path / "evidence" / "step12-rank0.pt")
+        assert evidence["inputs"].shape == (8, 32)
         assert (done.folder.row["skipped_steps"], done.folder.row["spikes"]) == (2, 1)
         ends.append(numbers(done))
     assert ends[0] == ends[1]
@@ -162,6 +169,11 @@ def test_a_rewound_run_is_bitwise_the_one_that_never_had_the_batches(
             assert one.state == two.state
     assert rewound[0].facts["left_out_batches"] == 2
     assert any("back to step 14, without batches [16]" in each for each in rewound[0].messages)
+    (spike,) = (each for each in rewound[0].messages if each.startswith("spike"))
+    assert re.match(
+        r"spike in step 15: loss .* \(z-score .*\), gradient norm .* \(z-score .*\); ", spike
+    )
+    assert "evidence" in spike
 
 
 def test_a_rewind_that_cannot_be_ends_the_run(spoiled, tmp_path, monkeypatch):
@@ -172,3 +184,30 @@ def test_a_rewind_that_cannot_be_ends_the_run(spoiled, tmp_path, monkeypatch):
     often = jobs.train(tmp_path / "often", *options)
     assert often.code == EXIT_NON_FINITE
     assert "the run has gone back to step 10 1 times" in often.folder.row["error.message"]
+
+
+def test_batches_that_a_checkpoint_has_read_cannot_be_left_out(spoiled, tmp_path):
+    base = [*spoiled(), "training.steps=6", "checkpoint.interval=4"]
+    first = jobs.train(tmp_path / "first", *base)
+    again = [
+        *base,
+        f"checkpoint.initial_load_path={first.folder.path}/checkpoints/step-4",
+        "checkpoint.initial_load_model_only=false",
+        "checkpoint.allow_changed=[data.leave_out]",
+    ]
+    late = jobs.train(tmp_path / "late", *again, "data.leave_out=[3,5]").folder.row["error.message"]
+    assert late.startswith("data.leave_out=[3]: ") and "step-4 is after batch 4" in late
+    assert jobs.train(tmp_path / "early", *again, "data.leave_out=[5]").code == 0
+
+
+@pytest.mark.parametrize("option", ["data.leave_out=[3]", "debug.spikes=rewind"])
+def test_a_loader_that_cannot_leave_out_batches_is_refused(monkeypatch, option):
+    monkeypatch.setattr(SampleLoader, "leaves_out", False)
+    tokenizer = build_tokenizer(jobs.tiny().tokenizer)
+    assert loader_of(jobs.tiny(), tokenizer, range(1)).next()
+    job = jobs.tiny(option, "checkpoint=sync")
+    with pytest.raises(
+        ConfigError, match=r"SampleLoader of data\.kind=synthetic leaves out no batch"
+    ):
+        loader_of(job, tokenizer, range(1))
+    assert loader_of(job, tokenizer, range(1), "validation").next()

@@ -101,12 +101,14 @@ def test_the_best_validation_is_that_of_all_attempts():
     """A loss that is not finite is never the best."""
     before = Progress()
     for before.step, loss in ((1, float("nan")), (2, 3.0), (3, 4.0)):
-        before.note_validation(loss)
+        before.note_validation(loss, {})
     after = Progress()
     after.resume(json.loads(json.dumps(before.saved())))
     assert (after.best_validation_loss, after.best_validation_step) == (3.0, 2)
     after.step = 4
-    after.note_validation(2.0)
+    after.note_validation(None, {"validation_loss.code": 1.0})
+    assert (after.validation_loss, after.best_validation_loss) == (None, 3.0)
+    after.note_validation(2.0, {})
     assert (after.best_validation_loss, after.best_validation_step) == (2.0, 4)
 
 

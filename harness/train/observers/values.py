@@ -69,7 +69,6 @@ class Validation(Periodic):
 
     def act(self, step: int) -> Row:
         engine = self.run.engine
-        progress = self.run.progress
         losses: dict[str, float] = {}
         for column, loader in self._loaders.items():
             loader.reset()
@@ -80,11 +79,8 @@ class Validation(Periodic):
             for name, found in zip(engine.sources.names, by_source, strict=False):
                 if found.tokens:
                     losses[f"{column}.{name}"] = found.mean
-        if LOSS in losses:
-            progress.note_validation(losses[LOSS])
-        progress.validation_of_parts = {
-            column: loss for column, loss in losses.items() if column != LOSS
-        }
+        of_parts = dict(losses)
+        self.run.progress.note_validation(of_parts.pop(LOSS, None), of_parts)
         return losses
 
     def close(self, error: BaseException | None) -> None:
