@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
+from cases import rows
 from declared import JOBS
 
 from harness.config.fields import check_rules, execution, label, numerics
@@ -51,27 +52,27 @@ def test_rules_in_words():
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [
-        ("count", 0, "count=0: must be at least 1"),
-        ("rest", 0, "rest=0: must be at least 1, or -1"),
-        ("limit", 0.0, "limit=0.0: must be above 0, or null"),
-        ("share", 1.0, "share=1.0: must be in [0, 1)"),
-        ("share", -0.1, "share=-0.1: must be in [0, 1)"),
-        ("share", float("nan"), "share=nan: must be a finite number of float32, at most 3.4e+38"),
-        ("most", 2, "most=2: must be at most 1"),
-        ("mode", "", "mode='': no such choice; would work: fast, slow, null"),
-        ("parts", ["a", "c"], "parts=c: no such choice; would work: a, b"),
-        ("folder", "", "folder='': must be non-empty; would work: runs"),
-        ("report", "", "report='': must be non-empty, or null; would work: null"),
-        ("out", "", "out='': must be non-empty; would work: null"),
-        ("out", "s3://a/x.jsonl", "out=s3://a/x.jsonl: is not a local path; would work: null"),
-        ("out", "tests", "out=tests: is a folder"),
-        ("out", "pyproject.toml/x", "out=pyproject.toml/x: pyproject.toml is not a folder"),
-        ("target", "file:///x", "target=file:///x: is not a local path; would work: a folder"),
-        ("target", "pyproject.toml", "target=pyproject.toml: is a file; would work: a folder"),
-        ("number", -1e39, "number=-1e+39: must be a finite number"),
-        ("lists", [[1.0], [2**63]], f"lists=[[1.0],[{2**63}]]: must be an integer of 64 bits"),
-    ],
+    rows("""
+        count   0                         "count=0: must be at least 1"
+        rest    0                         "rest=0: must be at least 1, or -1"
+        limit   0.0                       "limit=0.0: must be above 0, or null"
+        share   1.0                       "share=1.0: must be in [0, 1)"
+        share   -0.1                      "share=-0.1: must be in [0, 1)"
+        share   .nan                      "share=nan: must be a finite number of float32, at most 3.4e+38"
+        most    2                         "most=2: must be at most 1"
+        mode    ''                        "mode='': no such choice; would work: fast, slow, null"
+        parts   [a, c]                    "parts=c: no such choice; would work: a, b"
+        folder  ''                        "folder='': must be non-empty; would work: runs"
+        report  ''                        "report='': must be non-empty, or null; would work: null"
+        out     ''                        "out='': must be non-empty; would work: null"
+        out     's3://a/x.jsonl'          "out=s3://a/x.jsonl: is not a local path; would work: null"
+        out     tests                     "out=tests: is a folder"
+        out     pyproject.toml/x          "out=pyproject.toml/x: pyproject.toml is not a folder"
+        target  'file:///x'               "target=file:///x: is not a local path; would work: a folder"
+        target  pyproject.toml            "target=pyproject.toml: is a file; would work: a folder"
+        number  -1.0e+39                  "number=-1e+39: must be a finite number"
+        lists   [[9223372036854775808]]   "lists=[[9223372036854775808]]: must be an integer of 64 bits"
+    """),
 )
 def test_broken_rules(field, value, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(f'test.{message}')}"):

@@ -15,6 +15,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import texts
 from conversions import consolidated, model_of, refused, require_same, run, save_meta, to_meta
 from held import Held
 from peak_memory import bytes_of_converting
@@ -267,30 +268,18 @@ def test_another_model_is_refused(copy, weights, tmp_path):
         )
     for source, typed, says in (
         *((f"wrong{number}", "TINY", "params.json") for number in range(len(wrong))),
-        (
-            "theirs",
-            "TINY model.n_layers=3",
-            "model.n_layers=3: config.json has num_hidden_layers 2",
-        ),
-        ("theirs", "", "does not record its model; would work: model=NAME"),
-        ("meta", "TINY model.ffn_hidden_dim=160", "model.ffn_hidden_dim=160: params.json has 128"),
-        ("meta", "TINY model.rope.theta=1", "model.rope.theta=1.0: params.json has 500000.0"),
-        (
-            "no_params",
-            "TINY model.n_layers=3",
-            "the tensors are not those of model=llama3_tiny: 9 missing",
-        ),
-        ("no_params", "TINY model.dim=128", "do not make up [320, 128] of model=llama3_tiny"),
-        (
-            "step-1",
-            "model=llama3_8b model.n_layers=2",
-            "model.vocab_size=128256: the checkpoint says",
-        ),
-        ("step-1", "model.rope.theta=7", "model.rope.theta=7.0: the checkpoint says"),
+        *texts("""
+            theirs     TINY model.n_layers=3  model.n_layers=3: config.json has num_hidden_layers 2
+            theirs     ""                     does not record its model; would work: model=NAME
+            meta       TINY model.ffn_hidden_dim=160  model.ffn_hidden_dim=160: params.json has 128
+            meta       TINY model.rope.theta=1  model.rope.theta=1.0: params.json has 500000.0
+            no_params  TINY model.n_layers=3  the tensors are not those of model=llama3_tiny: 9 missing
+            no_params  TINY model.dim=128     do not make up [320, 128] of model=llama3_tiny
+            step-1     model=llama3_8b model.n_layers=2  model.vocab_size=128256: the checkpoint says
+            step-1     model.rope.theta=7     model.rope.theta=7.0: the checkpoint says
+        """),
     ):
-        overrides = [
-            each for word in typed.split() for each in (TINY if word == "TINY" else [word])
-        ]
+        overrides = typed.replace("TINY", " ".join(TINY)).split()
         assert says in refused(tmp_path / source, tmp_path / "out", *overrides)
     run(tmp_path / "step-1", tmp_path / "out", "model.n_layers=2")  # agrees with the manifest
 
@@ -390,14 +379,7 @@ def cut(file):
         ("meta", "consolidated.00.pth", cut, "consolidated.00.pth: cannot be read: "),
     ],
 )
-def test_damage_is_noticed(
-    format,
-    name,
-    damage,
-    says,
-    weights,
-    tmp_path,
-):
+def test_damage_is_noticed(format, name, damage, says, weights, tmp_path):
     source = tmp_path / "in"
     if format in ("dcp", "half"):
         source = save_training(tmp_path, 1, weights, MODEL)

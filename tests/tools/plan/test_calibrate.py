@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import operator
 import statistics
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import rows
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "llama3_h100"))
 
@@ -63,19 +63,21 @@ def test_a_calibration_is_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "error"),
     [
-        ("constants", {"gpus": 3}, "constants.gpus=3: no such field; constants has: async_tp, "),
-        ("constants", [1], "constants=[1]: must be set by its fields, constants."),
-        ("constants.matmul", "0.5", "constants.matmul=0.5: must be a number"),
-        ("constants.matmul", {"a": {"b": 1}}, "constants.matmul={a:{b:1}}: must be a number"),
-        ("constants.matmul", -0.5, "constants.matmul=-0.5: must be above 0"),
-        ("constants.link", 0, "constants.link=0: must be above 0"),
-        ("constants.latency", "inf", "constants.latency=inf: must be a finite number"),
-        ("constants.launch", math.nan, "constants.launch=nan: must be a finite number"),
-        ("constants.async_tp", 2, "constants.async_tp=2: must be in [0, 1]"),
-        ("source", 3, "source=3: must be text"),
-        ("constants", {"matmul": 0.5}, "lacks async_tp, "),
-        ("software", {"speed": 0}, "software.speed=0: must be above 0"),
-        ("software", {"attention": "flash9"}, "software.attention=flash9: no such choice"),
+        *rows("""
+            constants           {gpus: 3}            "constants.gpus=3: no such field; constants has: async"
+            constants           [1]                  "constants=[1]: must be set by its fields, constants."
+            constants.matmul    '0.5'                "constants.matmul=0.5: must be a number"
+            constants.matmul    {a: {b: 1}}          "constants.matmul={a:{b:1}}: must be a number"
+            constants.matmul    -0.5                 "constants.matmul=-0.5: must be above 0"
+            constants.link      0                    "constants.link=0: must be above 0"
+            constants.latency   inf                  "constants.latency=inf: must be a finite number"
+            constants.launch    .nan                 "constants.launch=nan: must be a finite number"
+            constants.async_tp  2                    "constants.async_tp=2: must be in [0, 1]"
+            source              3                    "source=3: must be text"
+            constants           {matmul: 0.5}        "lacks async_tp, "
+            software            {speed: 0}           "software.speed=0: must be above 0"
+            software            {attention: flash9}  "software.attention=flash9: no such choice"
+        """),
         ("constants.matmul", 10**400, "constants.matmul=1000"),
     ],
     ids=lambda part: str(part)[:60],
