@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import texts
 from equal import assert_equal
 from loaders import BOS, BYTES, CHANGES, EOS, B, T, loader, packed, ranks_of, scheduled, steps
 from one_line import one_line
@@ -124,17 +125,14 @@ def test_paths():
     for name in ("data/train", "data/val"):
         write_memmap(name, documents)
     Path("a.tokens").write_bytes(b"12345678")
-    for paths, says in (
-        (["data"], r"several splits, such as train\.bin and val\.bin; would work"),
-        (
-            ["web", "data/train.bin"],
-            r"several formats: .*web.*\(megatron\).*; would work: data\.format",
-        ),
-        (["nothing"], r"no token file matches data\.paths=\[nothing\]"),
-        (["a.tokens"], r"a\.tokens: the format of its tokens is unknown"),
-    ):
+    for paths, says in texts(r"""
+        data                several splits, such as train\.bin and val\.bin; would work
+        web,data/train.bin  several formats: .*web.*\(megatron\).*; would work: data\.format
+        nothing             no token file matches data\.paths=\[nothing\]
+        a.tokens            a\.tokens: the format of its tokens is unknown
+    """):
         with one_line(DataError, says):
-            loader(config(paths=paths))
+            loader(config(paths=paths.split(",")))
 
 
 def test_settings_of_another_format():

@@ -278,19 +278,22 @@ def test_one_task_a_rank_and_all_end_together(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("record", "found"),
-    [
-        (SlurmJobRecord("a.1", None, "7"), "7"),
-        (SlurmJobRecord("a.1"), "7"),
-        (SlurmJobRecord("b.2", 1), "8_1"),
-        (SlurmJobRecord("b.2"), "9"),
-        (SlurmJobRecord("b.2", 2), None),
-        (SlurmJobRecord("a.1", None, "6"), None),  # another job of that name
-        (SlurmJobRecord("a.1", 0, "8_0"), None),  # SLURM gave the id to another job
-        (SlurmJobRecord("c|d e", None, "10"), "10"),
-        (SlurmJobRecord("x"), None),  # the only job of that name has ended
-    ],
+    # Another job has the name of the sixth, and SLURM gave the id of the seventh to another. The only job of
+    # the last name has ended.
+    rows("""
+        [a.1, null, '7']     '7'
+        [a.1]                '7'
+        [b.2, 1]             '8_1'
+        [b.2]                '9'
+        [b.2, 2]             null
+        [a.1, null, '6']     null
+        [a.1, 0, '8_0']      null
+        [c|d e, null, '10']  '10'
+        [x]                  null
+    """),
 )
 def test_a_records_job_is_found_by_its_id_or_name(record, found, monkeypatch):
+    record = SlurmJobRecord(*record)
     shown = (
         "7|a.1|RUNNING|None\n8_0|b.2|RUNNING|None\n8_1|b.2|PENDING|Resources\n9|b.2|PENDING|None\n"
     )

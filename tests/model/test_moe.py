@@ -121,6 +121,16 @@ def routers(coefficient, *overrides):
     return plain, router, other
 
 
+def require_added(weights, loss, router, other, x):
+    """Check that the other router has the weights of one without a loss, and also the loss's gradient."""
+    expected = torch.autograd.grad(weights.square().sum() + loss, router.weight)[0]
+    same, _ = other(x, None)
+    torch.testing.assert_close(same, weights)
+    found = torch.autograd.grad(same.square().sum(), other.weight)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    return found
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_gradient_of_the_auxiliary_loss(score):
     """The gradient of equations 17 to 20 of arXiv:2412.19437 joins the scores' own."""
@@ -137,11 +147,7 @@ def test_gradient_of_the_auxiliary_loss(score):
             times = int((experts.view(B, T, -1)[b] == expert).sum())
             f = of.num_experts / (of.top_k * T) * times
             loss = loss + 0.5 / B * f * share[b, :, expert].mean()
-    expected = torch.autograd.grad(weights.square().sum() + loss, router.weight)[0]
-    same, _ = other(x, None)
-    torch.testing.assert_close(same, weights)
-    found = torch.autograd.grad(same.square().sum(), other.weight)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    found = require_added(weights, loss, router, other, x)
     without = torch.autograd.grad(router(x, None)[0].square().sum(), router.weight)[0]
     assert float((found - without).norm() / without.norm()) > 1e-2
 
@@ -152,11 +158,7 @@ def test_gradient_of_the_routers_z_loss():
     x = torch.randn(B, T, plain.dim)
     weights, _ = router(x, None)
     z_loss = 0.5 * F.linear(x, router.weight).logsumexp(-1).square().mean()
-    expected = torch.autograd.grad(weights.square().sum() + z_loss, router.weight)[0]
-    same, _ = other(x, None)
-    torch.testing.assert_close(same, weights)
-    found = torch.autograd.grad(same.square().sum(), other.weight)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    require_added(weights, z_loss, router, other, x)
 
 
 def test_groups_may_be_empty_and_rows_none():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from cases import rows
+from jobs import tiny
 from memory import Ledger
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from harness.compose.composer import compose_job
 from harness.model.decoder import Decoder
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
 from harness.parallelism.fused import lay_parameters
@@ -15,19 +15,13 @@ from harness.parallelism.parallelize import build_model_parts
 from harness.train.setup import process_group
 
 CPU = torch.device("cpu")
-TINY = (
-    "model=llama3_tiny",
-    "data=synthetic",
-    "tokenizer=bytes",
-    "training.seq_len=64",
-    "model.n_layers=4",
-)
+BLOCKS = "training.seq_len=64", "model.n_layers=4"
 MATMULS, ATTENTION = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 def ledger_of(*overrides):
     """Bytes alive after forward, and the ledgers of the forward and of the backward pass."""
-    job = compose_job([*TINY, *overrides, "cluster.device=cpu"])
+    job = tiny(*BLOCKS, *overrides)
     with process_group(job, CPU):
         [part] = build_model_parts(job, build_mesh(job.parallelism, CPU), CPU)
         tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -72,7 +66,7 @@ def test_what_is_recomputed_and_what_kept(
 )
 def test_a_split_backward_pass_recomputes_once(mode, recomputed_matmuls):
     """torch calls autograd for the inputs, and then for each group of parameters."""
-    job = compose_job([*TINY, f"activation_checkpoint={mode}", "cluster.device=cpu"])
+    job = tiny(*BLOCKS, f"activation_checkpoint={mode}")
     torch.manual_seed(0)
     part, gradients = Decoder(job.model, 64, ["layers.1"]), []
     part.materialize_buffers(CPU)
@@ -93,20 +87,13 @@ def test_a_split_backward_pass_recomputes_once(mode, recomputed_matmuls):
 def test_memory_budget_moves_the_partitioner():
     def kept(budget):
         """Bytes that autograd saves; a ledger does not work with the compiler."""
-        job = compose_job(
-            [
-                *(
-                    *TINY,
-                    "model.n_layers=1",
-                    "cluster.device=cpu",
-                    "compile=on",
-                    "compile.backend=aot_eager",
-                ),
-                *(
-                    "activation_checkpoint=memory_budget",
-                    f"activation_checkpoint.memory_budget={budget}",
-                ),
-            ]
+        job = tiny(
+            *BLOCKS,
+            "model.n_layers=1",
+            "compile=on",
+            "compile.backend=aot_eager",
+            "activation_checkpoint=memory_budget",
+            f"activation_checkpoint.memory_budget={budget}",
         )
         saved = {}
 
@@ -131,7 +118,7 @@ def test_memory_budget_moves_the_partitioner():
 
 def test_selective_layers_do_not_depend_on_the_pipeline():
     """The second stage recomputes the same layers as the full model."""
-    job = compose_job([*TINY, "activation_checkpoint=selective_layer"])
+    job = tiny(*BLOCKS, "activation_checkpoint=selective_layer")
     part = Decoder(job.model, 64, ["layers.1", "layers.2", "layers.3"])
     apply_activation_checkpoint(part, job.activation_checkpoint)
     assert [name for name, block in part.layers.items() if "forward" in vars(block)] == ["2"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from cases import rows
+from cases import rows, texts
 from conversions import model_of, require_same, run
 from families_table import (
     CASES,
@@ -377,42 +377,22 @@ def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_p
         HuggingFaceSource(tmp_path, model)
 
 
-CANNOT = "checkpoints of model.family={} cannot store it; would work: {}"
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
-    [
-        (
-            "model=llama4_debug model.moe.balance_coeff=0.001",
-            "checkpoints of model.family=llama4 have no place for layers.1.moe.balance_bias; would work: 0.0",
-        ),
-        (
-            "model=llama3_tiny model.attention.sinks=true",
-            CANNOT.format("llama", "false, model.family=gpt_oss"),
-        ),
-        (
-            "model=deepseek_v3_debug model.moe.balance_coeff=0.0",
-            "checkpoints of model.family=deepseek_v3 have balancing biases",
-        ),
-        (
-            "model=deepseek_v2_debug model.mtp.depth=1",
-            CANNOT.format("deepseek_v2", "0, model.family=deepseek_v3"),
-        ),
-        (
-            "model=llama3_tiny model.family=qwen3_moe model.moe.num_experts=0",
-            "checkpoints of model.family=qwen3_moe have experts",
-        ),
-        (
-            "model=llama3_tiny model.n_kv_heads=3 model.head_dim=16 model.n_heads=6",
-            "transformers wants it to divide model.dim=64 here, whatever model.head_dim is; would work",
-        ),
-    ],
+    texts("""
+        llama4_debug model.moe.balance_coeff=0.001  have no place for layers.1.moe.balance_bias; would work: 0
+        llama3_tiny model.attention.sinks=true  cannot store it; would work: false, model.family=gpt_oss
+        deepseek_v3_debug model.moe.balance_coeff=0.0  have balancing biases
+        deepseek_v2_debug model.mtp.depth=1  cannot store it; would work: 0, model.family=deepseek_v3
+        llama3_tiny model.family=qwen3_moe model.moe.num_experts=0  have experts
+        llama3_tiny model.n_kv_heads=3 model.head_dim=16 model.n_heads=6  divide model.dim=64 here, whatever
+    """),
 )
 def test_models_that_a_familys_files_cannot_store(overrides, says, tmp_path):
-    model = model_of(*overrides.split())
+    model = model_of(*f"model={overrides}".split())
     with pytest.raises(ConfigError) as caught:
         write(tmp_path, random_tensors(model), model)
-    assert str(caught.value).startswith(f"{overrides.split()[-1]}: {says}")
+    assert str(caught.value).startswith(f"{overrides.split()[-1]}: ")
+    assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

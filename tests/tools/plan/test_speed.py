@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from cases import rows
 from jobs import tiny
 from plans import LLAMA_8B, job_of
 
@@ -41,29 +42,32 @@ def links(line):
     return {each.axis: each.link for each in traffic(line)}
 
 
-DEEPSEEK = f"{LLAMA_8B} model=deepseek_v3_671b training.global_batch_size=256 dp_shard=256"
-SPLIT = f"{DEEPSEEK} dp_shard=32 tp=8 expert_tensor_parallel=true ep=8"
+MODELS = {
+    "llama": LLAMA_8B,
+    "deepseek": f"{LLAMA_8B} model=deepseek_v3_671b training.global_batch_size=256",
+}
 
 
 @pytest.mark.parametrize(
-    ("line", "axes", "group"),
-    [
-        (f"{LLAMA_8B} tp=4 dp_shard=8", "tp", Group(4, 4)),
-        (f"{LLAMA_8B} tp=4 dp_shard=8", "dp_shard cp", Group(8, 2)),
-        (f"{LLAMA_8B} cp=2 dp_shard=8", "dp_shard cp", Group(16, 8)),
-        (f"{LLAMA_8B} cp=2 dp_shard=8", "cp", Group(2, 2)),
-        # ``ep`` is innermost: ranks with the same experts are on many nodes.
-        (f"{DEEPSEEK} ep=8", "ep", Group(8, 8)),
-        (f"{DEEPSEEK} ep=8", "expert_shards", Group(32, 1)),
-        (f"{DEEPSEEK} ep=4", "expert_shards", Group(64, 2)),
-        (f"{DEEPSEEK} ep=64", "ep", Group(64, 8)),
-        (f"{DEEPSEEK} ep=64", "expert_shards", Group(4, 1)),
-        (SPLIT, "ep", Group(8, 1)),
-        (SPLIT, "expert_shards", Group(4, 1)),
-    ],
+    ("model", "layout", "axes", "group"),
+    # ``ep`` is innermost: ranks with the same experts are on many nodes.
+    rows("""
+        llama     tp=4 dp_shard=8       tp             [4, 4]
+        llama     tp=4 dp_shard=8       dp_shard cp    [8, 2]
+        llama     cp=2 dp_shard=8       dp_shard cp    [16, 8]
+        llama     cp=2 dp_shard=8       cp             [2, 2]
+        deepseek  dp_shard=256 ep=8     ep             [8, 8]
+        deepseek  dp_shard=256 ep=8     expert_shards  [32, 1]
+        deepseek  dp_shard=256 ep=4     expert_shards  [64, 2]
+        deepseek  dp_shard=256 ep=64    ep             [64, 8]
+        deepseek  dp_shard=256 ep=64    expert_shards  [4, 1]
+        deepseek  dp_shard=32 tp=8 ep=8 expert_tensor_parallel=true  ep             [8, 1]
+        deepseek  dp_shard=32 tp=8 ep=8 expert_tensor_parallel=true  expert_shards  [4, 1]
+    """),
 )
-def test_groups_know_their_nodes(line, axes, group):
-    assert group_of(job_of(line), 8, *axes.split()) == group
+def test_groups_know_their_nodes(model, layout, axes, group):
+    job = job_of(f"{MODELS[model]} {layout}")
+    assert group_of(job, 8, *axes.split()) == Group(*group)
 
 
 def test_ranks_among_neighbours_are_counted_as_placed():

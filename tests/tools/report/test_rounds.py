@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from jobs import tiny
 
-from harness.compose.composer import compose_job
 from harness.launch.rows import as_planned, completed
 from harness.tools.report.rounds import Spread, tables_of_rounds
-
-TINY = [
-    "model=llama3_tiny",
-    "data=synthetic",
-    "tokenizer=bytes",
-    "cluster.device=cpu",
-    "checkpoint=disabled",
-]
 
 
 def ran(rate, seed, *typed):
     """The row of a run; it failed if there is no rate."""
     typed = (f"training.seed={seed}", *typed)
     row = as_planned(
-        " ".join(typed).replace("training.", ""), compose_job([*TINY, *typed]), list(typed)
+        " ".join(typed).replace("training.", ""), tiny("checkpoint=disabled", *typed), list(typed)
     )
     if rate is None:
         return {**row, "state": "failed"}
