@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from cases import rows
 from equal import assert_equal
 from loaders import (
     BOS,
@@ -239,16 +240,12 @@ def test_not_streamed_is_tokenized_once():
 def test_unusable_datasets(make):
     write_jsonl("a.jsonl", ["x" * 99] * 9)
     Path("bad.jsonl").write_text('{"text": "x"}\n{"text": ')
-    for file, settings, says in (
-        (
-            "a.jsonl",
-            {"text_field": "body"},
-            r"no (column|field) 'body' among n, text; set data.text_field",
-        ),
-        ("a.jsonl", {"text_field": "n"}, r"field 'n' holds int, not text"),
-        ("a.jsonl", {"split": "test"}, r"dataset json, split test: cannot be opened"),
-        ("nothing.jsonl", {}, r"dataset json, split train: cannot be opened: FileNotFound"),
-        ("bad.jsonl", {}, r"dataset json, split train"),
-    ):
+    for file, settings, says in rows("""
+        a.jsonl        {text_field: body}  no (column|field) 'body' among n, text; set data.text_field
+        a.jsonl        {text_field: n}     field 'n' holds int, not text
+        a.jsonl        {split: test}       'dataset json, split test: cannot be opened'
+        nothing.jsonl  {}                  'dataset json, split train: cannot be opened: FileNotFound'
+        bad.jsonl      {}                  dataset json, split train
+    """):
         with one_line(DataError, says):
             loader(make(file, **settings)).next()

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from cases import rows
 from jobs import tiny
 from one_line import one_line
 from torch.distributed.fsdp import FSDPModule
@@ -18,27 +19,25 @@ from harness.parallelism.fsdp import parameter_groups, reshard
 from harness.parallelism.mesh import refuse_older_torch
 from harness.util.errors import ConfigError
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0", "2.15.0+cpu"])
 @pytest.mark.parametrize(
     ("layout", "device", "says"),
-    [
-        ("tp=2", CPU, "parallelism.tp=2: needs torch 2.13 or newer, and this is VERSION; .* 1, or"),
-        ("pp=2", CPU, "parallelism.pp=2: needs torch 2.13 or newer, and this is VERSION; .* 1, or"),
-        (
-            "dp_shard=2",
-            CUDA,
-            "cluster.device=cuda: with 2 ranks needs torch 2.13.*one rank, cpu, or",
-        ),
-        ("dp_shard=2", CPU, None),
-        ("dp_shard=1", CUDA, None),
-    ],
+    rows("""
+        tp=2                   cpu   "parallelism.tp=2: needs torch 2.13 or newer, and this is VERSION; .* 1,"
+        pp=2                   cpu   "parallelism.pp=2: needs torch 2.13 or newer, and this is VERSION; .* 1,"
+        cp=2 cp_method=gather  cpu   "parallelism.cp_method=gather: needs torch 2.13 .* ring, ulysses, or"
+        dp_shard=2             cuda  "cluster.device=cuda: with 2 ranks needs torch 2.13.*one rank, cpu, or"
+        dp_shard=2             cpu   null
+        dp_shard=1             cuda  null
+    """),
 )
 def test_layouts_that_need_torch_2_13(version, layout, device, says, monkeypatch):
     monkeypatch.setattr("torch.__version__", TorchVersion(version))
-    job = tiny(f"parallelism.{layout}")
+    job = tiny(*(f"parallelism.{each}" for each in layout.split()))
+    device = torch.device(device)
     if says is None or version >= "2.13":
         refuse_older_torch(job.parallelism, device)
         return
