@@ -154,9 +154,7 @@ class Trainer:
 
     def _loop(self, request: StopRequest, collect: Callable[[int], None]) -> str:
         config = self.job.checkpoint
-        for each in self.observers:
-            each.start()
-        self.timer.restart()
+        self._start_observers()
         number = self.progress.step
         while number < self.job.steps:
             number += 1
@@ -164,16 +162,14 @@ class Trainer:
             try:
                 step, aside = self._launch(number, request)
             except Exception:
-                if (
-                    self.job.world_size == 1
-                ):  # else a row needs the other ranks, which may not have failed
+                # Of more ranks, a row needs the others, which may not have failed.
+                if self.job.world_size == 1:
                     self._finish(drain=True)
                 raise
             stopping = step.outcome.stop_requested and number < self.job.steps
             self.unread.append(step)
-            # _launch puts this sum before those of the observers.
-            is_overdue = step.outcome.beside[0] > 0
-            saves = config.is_due(number, self.job.steps) or is_overdue
+            # The first sum is that of is_overdue (_launch).
+            saves = config.is_due(number, self.job.steps) or step.outcome.beside[0] > 0
             drain = stopping or saves or bool(aside) or self._needs_outcome(number)
             spike = self._finish(drain=drain)
             self.progress.running = None
@@ -186,8 +182,8 @@ class Trainer:
                 with self.timer.section(observer.section):
                     columns = observer.end_step(number, sums)
                     self.compiler.mark_expected()  # compiling a graph without gradients is expected
-                if columns and self.recorder is not None:
-                    self.recorder.log({"step": number, **columns})
+                if columns:
+                    self._write({"step": number, **columns})
             self.saver.poll()
             if saves or (stopping and config.writes):
                 with self.timer.section("checkpoint"):
@@ -308,6 +304,9 @@ class Trainer:
             self._message(message)
         if self.recorder is not None:
             self.recorder.go_back(self.progress.step)
+        self._start_observers()
+
+    def _start_observers(self) -> None:
         for each in self.observers:
             each.start()
         self.timer.restart()
@@ -374,8 +373,8 @@ class Trainer:
             self._record_time(step)
             if step.noted is not None:
                 self._log(step, step.noted)
-            if spike is not None and self.recorder is not None:
-                self.recorder.log(spike.row)
+            if spike is not None:
+                self._write(spike.row)
         return None
 
     def _record_time(self, step: Step) -> None:
@@ -394,23 +393,20 @@ class Trainer:
             self.progress.first_step_seconds = time.monotonic() - self.started
 
     def _note_compiled(self, step: int) -> None:
-        changes = self.run.sizes.changes_length(step)
-        seq_len = self.run.sizes.at(step).seq_len
+        sizes = self.run.sizes
+        new = self.compiler.unexpected
         if step == self.progress.start_step + 1:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             if self.run.compiles:
-                graphs = self.compiler.graphs
-                seconds = self.compiler.seconds
-                self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
+                what = f"{self.compiler.graphs} graphs in {self.compiler.seconds:.1f} s"
+                self._message(f"compiled {what}, in the first step")
             if self.job.parallelism.async_tp:
                 self._message(describe_fused(fused))
-        elif changes and self.run.compiles:
+        elif self.run.compiles and sizes.changes_length(step):
             set_timeouts(self.job.cluster.step_timeout_seconds)
-            graphs = self.compiler.unexpected
-            self._message(
-                f"graphs compiled for sequences of {seq_len} tokens, in step {step}: {graphs}"
-            )
-        elif new := self.compiler.unexpected:
+            what = f"sequences of {sizes.at(step).seq_len} tokens, in step {step}"
+            self._message(f"graphs compiled for {what}: {new}")
+        elif new:
             self.compiler.recompiles += new
             self._message(
                 f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why"
@@ -430,6 +426,9 @@ class Trainer:
         own = {"loss": loss, **times, **maxima}
         for each in self.observers:
             each.log(row, own)
+        self._write(row)
+
+    def _write(self, row: Row) -> None:
         if self.recorder is not None:
             self.recorder.log(row)
 
