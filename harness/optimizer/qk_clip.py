@@ -98,9 +98,11 @@ class QKClip:
         if dropped is not None:
             is_clipped_LH = is_clipped_LH & (dropped == 0)
         factor_LH = (self.tau / self.largest_LH).where(is_clipped_LH, 1)
+        if self._rows:
+            # To host memory with offloaded parameters.
+            factor_LH = factor_LH.to(self._rows[0].head_R.device)
         for rows in self._rows:
-            head_R = rows.head_R
-            factor_R = factor_LH[rows.layer].to(head_R.device)[head_R] ** rows.power_R
+            factor_R = factor_LH[rows.layer][rows.head_R] ** rows.power_R
             # Transposed, so that rows are the last dimension; a bias has no other.
             local(plain(rows.parameter.detach())).t().mul_(factor_R)
 
