@@ -1,7 +1,7 @@
 """The model, its optimizer and one optimizer step, on one rank of any layout."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -121,9 +121,13 @@ class Engine:
         self.schedule.last_epoch = steps
         factors = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
         rates = [base * factor(steps) for base, factor in factors]
+        self._set_rates(rates)
+        self.schedule._last_lr = rates
+
+    def _set_rates(self, rates: Iterable[float | Tensor]) -> None:
+        """Give each group of parameters its learning rate."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        self.schedule._last_lr = rates
 
     def gradients(
         self, batch: AnyBatch, *, stop_requested: bool = False, beside: Sequence[float] = ()
@@ -373,8 +377,6 @@ class Engine:
         self, values: Sequence[Tensor | float], device: torch.device | None = None
     ) -> list[float]:
         """Sum each value over all ranks, in float64, on ``device`` (default: the compute device)."""
-        if self.job.world_size == 1 and device is HOST:
-            return list(map(float, values))
         return self.world_total(values, device).tolist()
 
     def world_total(
@@ -385,8 +387,6 @@ class Engine:
 
     def world_max(self, values: Sequence[Tensor | float]) -> list[float]:
         """Maximum of each value over all ranks."""
-        if self.job.world_size == 1:
-            return list(map(float, values))
         return self._reduce(values, dist.ReduceOp.MAX, HOST).tolist()
 
     def _reduce(

@@ -123,15 +123,10 @@ class GraphedEngine(Engine):
         self.graphed_update(norm, *(group["lr"] for group in self.optimizer.param_groups))
 
     def _captured_update(self, norm: Tensor, *rates: Tensor) -> tuple[Tensor, ...]:
-        groups = self.optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        numbers = [group["lr"] for group in self.optimizer.param_groups]
+        self._set_rates(rates)
         super()._update(norm)
-        for group, number in zip(
-            groups, numbers, strict=True
-        ):  # the schedule computes with numbers
-            group["lr"] = number
+        self._set_rates(numbers)  # the schedule computes with numbers
         return ()
 
     def _free_gradients(self) -> None:

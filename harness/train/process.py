@@ -316,23 +316,14 @@ def stop_signals_ignored() -> AbstractContextManager[None]:
     return _handled_by(signal.SIG_IGN)
 
 
-@contextmanager
-def stop_signals_call(function: Callable[[], None]) -> Iterator[None]:
+def stop_signals_call(function: Callable[[], None]) -> AbstractContextManager[None]:
     """Call a function on a stop signal inside the context, also if signals are ignored outside of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: function()) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+    return _handled_by(lambda *_: function(), ignored_too=True)
 
 
 @contextmanager
-def _handled_by(handler: object) -> Iterator[None]:
-    before = _set_handlers(handler)
+def _handled_by(handler: object, *, ignored_too: bool = False) -> Iterator[None]:
+    before = _set_handlers(handler, ignored_too=ignored_too)
     try:
         yield
     finally:
@@ -350,9 +341,13 @@ def ignore_stop_signals() -> None:
     _set_handlers(signal.SIG_IGN)
 
 
-def _set_handlers(handler: object) -> dict[int, object]:
+def _set_handlers(handler: object, *, ignored_too: bool = False) -> dict[int, object]:
     # Python lets only the main thread set handlers; in other threads no signal can request a stop.
     if threading.current_thread() is not threading.main_thread():
         return {}
-    wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [
+        number
+        for number in STOP_SIGNALS
+        if ignored_too or signal.getsignal(number) != signal.SIG_IGN
+    ]
     return {number: signal.signal(number, handler) for number in wanted}  # type: ignore[arg-type]
