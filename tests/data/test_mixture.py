@@ -183,7 +183,7 @@ def test_errors_of_a_source_name_its_fields():
     for error, said in (
         (
             ConfigError("data.dtype", 0, "no", "data=a data.dtype=b data.prefetch=1"),
-            r"data.sources.web.dtype=0: data\.sources\.web: no; "
+            r"data.sources.web.dtype=0: no; "
             r"would work: data.sources.web.kind=a data.sources.web.dtype=b data.prefetch=1",
         ),
         (

@@ -95,13 +95,14 @@ def test_only_what_is_not_causal_needs_a_mask():
 
 
 def test_varlen_knows_where_documents_begin():
-    starts = VarlenKernel(REACHES["causal"]).mask(DOCUMENTS, B, T, DOCUMENTS.device)
-    assert starts is not None
-    assert starts.tolist() == [0, 5, 6, 12, 13, 23, 24]
-    assert starts.dtype == torch.int32
-    chunks = VarlenKernel(REACHES["chunk"]).mask(None, B, T, DOCUMENTS.device)
-    assert chunks is not None
-    assert chunks.tolist() == [0, 5, 10, 12, 17, 22, 24]
+    begins = {
+        "causal": (DOCUMENTS, [0, 5, 6, 12, 13, 23, 24]),
+        "chunk": (None, [0, 5, 10, 12, 17, 22, 24]),
+    }
+    for name, (documents, wanted) in begins.items():
+        queries, keys = VarlenKernel(REACHES[name]).mask(documents, B, T, DOCUMENTS.device)
+        assert queries.tolist() == keys.tolist() == wanted
+        assert queries.dtype == keys.dtype == torch.int32
 
 
 @pytest.mark.gpu

@@ -111,7 +111,7 @@ def test_damaged_metadata(trained, tmp_path, pool):
     step = tmp_path / "step-50"
     shutil.copytree(trained.run_dir / "checkpoints" / "step-50", step)
     (step / ".metadata").write_bytes((step / ".metadata").read_bytes()[::-1])
-    job = trained.job(*LAYOUTS["tp"])
+    job = trained.job(*LAYOUTS["tp"].split())
     with pytest.raises(RankFailed) as raised:
         pool.run(job.world_size, generated, job, step, trained.prompts)
     failure = raised.value.failure
@@ -140,7 +140,7 @@ def test_one_process_holds_weights_once(trained, precision):
     job = trained.job(f"precision={precision}")
     cast = with_value(job, "precision.master_dtype", "float32")
     assert cast.uses_fsdp and not job.uses_fsdp
-    assert not trained.job(*LAYOUTS["ddp"]).uses_fsdp
+    assert not trained.job(*LAYOUTS["ddp"].split()).uses_fsdp
     with process_group(job, CPU):
         made = [generated(each, trained.run_dir, trained.prompts) for each in (job, cast)]
     assert made[0] == made[1]
