@@ -358,8 +358,8 @@ def sees(span: AttentionSpan, q: Tensor, k: Tensor) -> Tensor:
     return visible
 
 
-LOGITS_AT_ONCE = 2**24
-"""Scores in memory at once in ``largest_logits``: 32 MiB in 16-bit formats."""
+LOGITS_AT_ONCE = 2**26
+"""Scores in memory at once in ``largest_logits``: 128 MiB in 16-bit formats, which fill a GPU."""
 
 
 def largest_logits(
