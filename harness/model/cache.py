@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.model.kernels import AttentionSpec, SdpaKernel, sees
+from harness.model.kernels import AttentionSpec, Positions, SdpaKernel, sees
 
 # B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a
 # key head, D: head width, E: head width of values
@@ -146,7 +146,8 @@ class CachedPass:
         slot_S = torch.arange(slots, device=last_B1.device)
         position_BS = last_B1 - (last_B1 - slot_S) % slots
         if self.prompts is not None:
-            visible = kernel.mask(None, len(last_B1), self.prompts, last_B1.device)
+            prompts = Positions(None, len(last_B1), self.prompts, last_B1.device)
+            visible = kernel.mask(prompts)
             return Slots(True, visible, None if self.prompts <= slots else position_BS.clamp(min=0))
         seen_BS = (position_BS >= 0) & sees(kernel.spec.span, last_B1, position_BS)
         hidden_BS = torch.zeros(seen_BS.shape, device=last_B1.device).masked_fill(

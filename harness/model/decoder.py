@@ -11,6 +11,7 @@ from harness.model.architecture import block_of
 from harness.model.attention import build_attention
 from harness.model.cache import CachedKernel, CachedPass
 from harness.model.feed_forward import FeedForward
+from harness.model.kernels import Positions
 from harness.model.moe import MoE
 from harness.model.part import ModelPart
 from harness.model.rope import rope_table, signed_table
@@ -290,7 +291,7 @@ class Decoder(ModelPart):
         kernels = {each.spec: each for each in inner}
         if cached is None:
             masks = {
-                spec: kernel.mask(documents_BT, len(x), length, x.device)
+                spec: kernel.mask(Positions(documents_BT, len(x), length, x.device))
                 for spec, kernel in kernels.items()
             }
             if length < self.seq_len:

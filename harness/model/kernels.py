@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,24 @@ class AttentionSpec:
         return self.span.most_reach(length) == length
 
 
+class Positions(NamedTuple):
+    """The keys of a pass, and the last of them as queries; a mask says which of them see each other."""
+
+    documents_BT: Tensor | None
+    """The document number of each key, equal numbers contiguous; None: a sequence is one document."""
+    batch: int
+    length: int
+    """Number of keys of a sequence."""
+    device: torch.device
+    first: int = 0
+    """Position of the first query."""
+
+    @property
+    def queries(self) -> int:
+        """Number of queries of a sequence."""
+        return self.length - self.first
+
+
 ALIGNED = 8
 """GPU kernels need widths that are multiples of this many 16-bit values."""
 
@@ -65,22 +83,8 @@ class Kernel(nn.Module, ABC):
         self.spec = reach
 
     @abstractmethod
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> Any | None:
-        """Make the mask for ``forward``; None: causal, without further limits.
-
-        Args:
-            documents_BT: the document number of each position, equal numbers contiguous; None: a
-                sequence is one document.
-            length: number of keys.
-            first: position of the first query; there are ``length - first`` queries, the last ones.
-        """
+    def mask(self, positions: Positions) -> Any | None:
+        """Make the mask for ``forward``; None: causal, without further limits."""
 
     @abstractmethod
     def forward(
@@ -100,14 +104,8 @@ class SdpaKernel(Kernel):
     Flash kernels support the causal mask only; all others are dense, T x T bytes per sequence.
     """
 
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> Tensor | None:
+    def mask(self, positions: Positions) -> Tensor | None:
+        documents_BT, _, length, device, first = positions
         if documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks:
             return None
         position = torch.arange(length, device=device)
@@ -220,14 +218,8 @@ class FlexKernel(Kernel):
     torch has no backward pass for it on CPUs.
     """
 
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> BlockMask:
+    def mask(self, positions: Positions) -> BlockMask:
+        documents_BT, batch, length, device, first = positions
         if documents_BT is None:
             return _block_mask(self.spec.span, length, device, first)
         span = self.spec.span
@@ -236,9 +228,8 @@ class FlexKernel(Kernel):
             position = q + first
             return sees(span, position, k) & (documents_BT[b, position] == documents_BT[b, k])
 
-        B = documents_BT.shape[0]
-        queries = length - first
-        return _on(device, create_block_mask)(own_past, B, None, queries, length, device=device)
+        sizes = batch, None, positions.queries, length
+        return _on(device, create_block_mask)(own_past, *sizes, device=device)
 
     def forward(
         self,
@@ -267,18 +258,12 @@ class FlexKernel(Kernel):
 class VarlenKernel(Kernel):
     """Flash attention over concatenated documents; CUDA and 16-bit formats only, no sinks."""
 
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> tuple[Tensor, Tensor] | None:
+    def mask(self, positions: Positions) -> tuple[Tensor, Tensor] | None:
         """Starts of documents in the flattened queries and in the keys, and their numbers, int32.
 
         Chunks count as documents. A document that ends before the first query has none there.
         """
+        documents_BT, batch, length, device, first = positions
         chunk = self.spec.span.chunk
         if documents_BT is None and (chunk is None or chunk >= length):
             return None
@@ -291,7 +276,7 @@ class VarlenKernel(Kernel):
         # nonzero() waits for the device to know the number: the only wait in a pass.
         begins = begins_BT.flatten().nonzero().flatten()
         keys = F.pad(begins, (0, 1), value=documents_BT.numel())
-        queries = keys // length * (length - first) + (keys % length - first).clamp(min=0)
+        queries = keys // length * positions.queries + (keys % length - first).clamp(min=0)
         return queries.int(), keys.int()
 
     def forward(
@@ -359,7 +344,7 @@ def sees(span: AttentionSpan, q: Tensor, k: Tensor) -> Tensor:
 
 
 LOGITS_AT_ONCE = 2**26
-"""Scores in memory at once in ``largest_logits``: 128 MiB in 16-bit formats, which fill a GPU."""
+"""Scores in memory at once in ``largest_logits``: 128 MiB in 16-bit formats."""
 
 
 def largest_logits(
@@ -374,8 +359,7 @@ def largest_logits(
     Products are rounded to the format of queries and keys.
 
     Args:
-        documents_BS: the document number of each key's position, as of ``Kernel.mask``; queries of padding
-            do not count.
+        documents_BS: as of ``Positions``; queries of padding do not count.
         first: position of the first query, whose positions are contiguous.
     """
     B, T, H, _ = q_BTHD.shape

@@ -23,7 +23,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 
 from harness.config.parallelism import ParallelismConfig
 from harness.data.batch import Batch
-from harness.model.kernels import AttentionSpec, Kernel, widened
+from harness.model.kernels import AttentionSpec, Kernel, Positions, widened
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 
@@ -88,15 +88,9 @@ class RingAttention(Kernel):
         super().__init__(reach)
         self.options = group.group_name, layout.balances_context, layout.cp_rotate_method
 
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> None:
-        causal = documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks
+    def mask(self, positions: Positions) -> None:
+        limited = positions.documents_BT is not None or self.spec.has_sinks
+        causal = self.spec.is_causal(positions.length) and not limited
         assert causal, "the ring supports the causal mask only: other jobs are refused"
 
     def forward(
@@ -131,15 +125,8 @@ class UlyssesAttention(Kernel):
         self.group = group
         self.ranks = group.size()
 
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> Any | None:
-        return self.inner.mask(documents_BT, batch, length, device)
+    def mask(self, positions: Positions) -> Any | None:
+        return self.inner.mask(positions)
 
     def forward(
         self,
@@ -181,19 +168,14 @@ class GatheredAttention(Kernel):
         self.group = group
         self.layout = layout
 
-    def mask(
-        self,
-        documents_BT: Tensor | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        first: int = 0,
-    ) -> tuple[Any | None, ...]:
+    def mask(self, positions: Positions) -> tuple[Any | None, ...]:
         """The mask of each of this rank's pieces of the sequence."""
         masks = []
-        for begin, end in self._pieces(length):
-            documents = None if documents_BT is None else documents_BT[:, :end]
-            masks.append(self.inner.mask(documents, batch, end, device, begin))
+        for begin, end in self._pieces(positions.length):
+            documents = positions.documents_BT
+            documents = None if documents is None else documents[:, :end]
+            piece = positions._replace(documents_BT=documents, length=end, first=begin)
+            masks.append(self.inner.mask(piece))
         return tuple(masks)
 
     def forward(

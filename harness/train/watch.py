@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.config.job import Job
-from harness.model.kernels import Kernel, largest_logits
+from harness.model.kernels import Kernel, Positions, largest_logits
 from harness.model.moe import Router
 from harness.model.part import ModelPart
 from harness.parallelism.compile import uncompiled
@@ -97,11 +97,9 @@ class Watch:
         self.sums[3, place] += (entropy_N * counted_N).sum()
         self.sums[4, place] += counted_N.sum()
 
-    def _mask(
-        self, mask: Callable[..., Any], documents_BT: Tensor | None, *others: Any
-    ) -> Any | None:
-        self._documents_BT = documents_BT
-        return mask(documents_BT, *others)
+    def _mask(self, mask: Callable[[Positions], Any], positions: Positions) -> Any | None:
+        self._documents_BT = positions.documents_BT
+        return mask(positions)
 
     def _attend(self, layer: int, kernel: Kernel, inputs: tuple[Any, ...]) -> None:
         q_BTHD, k_BTKD, *_ = inputs

@@ -6,7 +6,7 @@ from cases import rows
 
 from harness.config.model import AttentionSpan
 from harness.model import kernels
-from harness.model.kernels import AttentionSpec, FlexKernel, SdpaKernel, VarlenKernel
+from harness.model.kernels import AttentionSpec, FlexKernel, Positions, SdpaKernel, VarlenKernel
 from harness.util.errors import ConfigError
 
 # E: width of values
@@ -56,7 +56,13 @@ def written_out(q, k, v, sinks, reach, documents):
 def test_output(name, documents, kernel):
     reach, (q, k, v, sinks) = REACHES[name], tensors()
     built = kernel(reach)
-    out = built(q, k, v, built.mask(documents, B, T, q.device), sinks if reach.has_sinks else None)
+    out = built(
+        q,
+        k,
+        v,
+        built.mask(Positions(documents, B, T, q.device)),
+        sinks if reach.has_sinks else None,
+    )
     torch.testing.assert_close(
         out, written_out(q, k, v, sinks, reach, documents), rtol=1e-5, atol=1e-6
     )
@@ -73,7 +79,7 @@ def test_gradients(name, memory_efficient, monkeypatch):
         torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1)),
     )
     q, k, v, sinks = leaves
-    mask = kernel.mask(None, B, T, q.device)
+    mask = kernel.mask(Positions(None, B, T, q.device))
     out = kernel(q, k, v, mask, sinks if reach.has_sinks else None)
     found = torch.autograd.grad((out * weights).sum(), wanted)
     expected = torch.autograd.grad((written_out(*leaves, reach, None) * weights).sum(), wanted)
@@ -82,13 +88,13 @@ def test_gradients(name, memory_efficient, monkeypatch):
 
 def test_only_what_is_not_causal_needs_a_mask():
     needed = {
-        name: SdpaKernel(reach).mask(None, B, T, torch.device("cpu"))
+        name: SdpaKernel(reach).mask(Positions(None, B, T, torch.device("cpu")))
         for name, reach in REACHES.items()
     }
     assert [name for name, mask in needed.items() if mask is None] == ["causal"]
     assert (
         SdpaKernel(AttentionSpec(AttentionSpan(window=T), SCALE)).mask(
-            None, B, T, torch.device("cpu")
+            Positions(None, B, T, torch.device("cpu"))
         )
         is None
     )
@@ -100,7 +106,9 @@ def test_varlen_knows_where_documents_begin():
         "chunk": (None, [0, 5, 10, 12, 17, 22, 24]),
     }
     for name, (documents, wanted) in begins.items():
-        queries, keys = VarlenKernel(REACHES[name]).mask(documents, B, T, DOCUMENTS.device)
+        queries, keys = VarlenKernel(REACHES[name]).mask(
+            Positions(documents, B, T, DOCUMENTS.device)
+        )
         assert queries.tolist() == keys.tolist() == wanted
         assert queries.dtype == keys.dtype == torch.int32
 
@@ -122,12 +130,16 @@ def test_output_and_gradients_on_a_gpu(name, documents, kernel):
     plain = [*plain, sinks] if reach.has_sinks else plain
     expected = [x.requires_grad_() for x in plain]
     reference, length = SdpaKernel(reach), 32 * T
-    out = reference(*expected[:3], reference.mask(longer, B, length, q.device), *expected[3:])
+    out = reference(
+        *expected[:3], reference.mask(Positions(longer, B, length, q.device)), *expected[3:]
+    )
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (out * weights).sum().backward()
     found = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in plain]
     built = kernel(reach)
-    mask = built.mask(None if longer is None else longer.cuda(), B, length, torch.device("cuda"))
+    mask = built.mask(
+        Positions(None if longer is None else longer.cuda(), B, length, torch.device("cuda"))
+    )
     on_gpu = built(*found[:3], mask, *found[3:])
     (on_gpu * weights.cuda()).sum().backward()
     torch.testing.assert_close(on_gpu.cpu().float(), out, rtol=2e-2, atol=2e-2)

@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from harness.config.model import AttentionSpan
 from harness.config.parallelism import ParallelismConfig
-from harness.model.kernels import AttentionSpec, FlexKernel, SdpaKernel, VarlenKernel, sees
+from harness.model.kernels import (
+    AttentionSpec,
+    FlexKernel,
+    Positions,
+    SdpaKernel,
+    VarlenKernel,
+    sees,
+)
 from harness.parallelism.context import (
     GatheredAttention,
     RingAttention,
@@ -82,10 +89,10 @@ def difference(layout, seed, compiled, dtype, spec=REACH, documents=None):
     tensors = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
     weights = torch.randn(B, T, H, D, generator=generator).to(dtype)
     sinks = torch.randn(H, generator=generator) if spec.has_sinks else None
-    expected = run(plain, tensors, weights, plain.mask(documents, B, T, CPU), sinks)
+    expected = run(plain, tensors, weights, plain.mask(Positions(documents, B, T, CPU)), sinks)
     positions = local_positions(layout, T, dist.get_rank())
     local = [x[:, positions] for x in tensors]
-    mask = kernel.mask(documents, B, T, CPU)
+    mask = kernel.mask(Positions(documents, B, T, CPU))
     if compiled:
         torch._dynamo.reset()
         kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)
@@ -144,12 +151,12 @@ def test_masks_of_last_queries(span, documents):
         documents = documents[:, :length]
     q, k, v = (torch.randn(B, length, heads, D) for heads in (H, H, H))
     whole = SdpaKernel(spec)
-    expected = whole(q, k, v, whole.mask(documents, B, length, CPU))[:, first:]
+    expected = whole(q, k, v, whole.mask(Positions(documents, B, length, CPU)))[:, first:]
     last = q[:, first:]
     for kernel in (whole, FlexKernel(spec)):
-        found = kernel(last, k, v, kernel.mask(documents, B, length, CPU, first))
+        found = kernel(last, k, v, kernel.mask(Positions(documents, B, length, CPU, first)))
         torch.testing.assert_close(found, expected)
-    offsets = VarlenKernel(spec).mask(documents, B, length, CPU, first)
+    offsets = VarlenKernel(spec).mask(Positions(documents, B, length, CPU, first))
     if offsets is None:
         rows = torch.arange(B + 1)
         offsets = rows * (length - first), rows * length

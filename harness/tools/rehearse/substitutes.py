@@ -35,7 +35,7 @@ from harness.config.job import Job
 from harness.config.training import FLASH
 from harness.data.batch import AnyBatch, Batch
 from harness.data.loader import Loader
-from harness.model.kernels import VarlenKernel
+from harness.model.kernels import Positions, VarlenKernel
 from harness.parallelism.expert import ExpertExchange
 from harness.tools.plan.costs import costs_of
 from harness.tools.rehearse.gpu import VirtualGpu
@@ -232,21 +232,14 @@ def _lengths(skew: float) -> Any:
 _asked_mask = VarlenKernel.mask
 
 
-def _mask(
-    kernel: VarlenKernel,
-    documents_BT: Tensor | None,
-    batch: int,
-    length: int,
-    device: torch.device,
-    first: int = 0,
-) -> tuple[Tensor, Tensor] | None:
+def _mask(kernel: VarlenKernel, positions: Positions) -> tuple[Tensor, Tensor] | None:
     """Return offsets of documents (or chunks): as many as in training, but all zero."""
-    if _asked_mask(kernel, documents_BT, batch, length, device, first) is None:
+    if _asked_mask(kernel, positions) is None:
         return None
-    pieces = DOCUMENTS if documents_BT is not None else 1
+    pieces = DOCUMENTS if positions.documents_BT is not None else 1
     if kernel.spec.span.chunk is not None:
-        pieces = max(pieces, -(-length // kernel.spec.span.chunk))
-    begins = torch.empty(batch * pieces, dtype=torch.int64, device=device)
+        pieces = max(pieces, -(-positions.length // kernel.spec.span.chunk))
+    begins = torch.empty(positions.batch * pieces, dtype=torch.int64, device=positions.device)
     offsets = F.pad(begins, (0, 1)).int()
     return offsets, offsets
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
+from harness.model.kernels import AttentionSpec, Kernel, Positions, SdpaKernel
 from harness.util.errors import ConfigError
 
 
@@ -21,12 +21,12 @@ class PlainKernel(Kernel):
                 "training.attention", "plain", "does not support sinks", ["sdpa", "flex"]
             )
 
-    def mask(
-        self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
-    ) -> Tensor:
-        visible = SdpaKernel(self.spec).mask(documents_BT, batch, length, device)
+    def mask(self, positions: Positions) -> Tensor:
+        visible = SdpaKernel(self.spec).mask(positions)
         if visible is None:
-            visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+            size = 1, 1, positions.queries, positions.length
+            every = torch.ones(size, dtype=torch.bool, device=positions.device)
+            visible = every.tril(positions.first)
         return visible
 
     def forward(

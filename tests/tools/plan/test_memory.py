@@ -20,6 +20,7 @@ from plans import LLAMA_8B, job_of
 
 from harness.compose.composer import compose_job
 from harness.model.decoder import Decoder
+from harness.model.kernels import Positions
 from harness.tools.plan.constants import Software
 from harness.tools.plan.machine import device_of
 from harness.tools.plan.memory import memory_limit, rank_memory
@@ -150,7 +151,7 @@ def saved_by_autograd(job, layer):
         return tensor
 
     block = part.blocks[layer]
-    mask = block.attention.inner.mask(None, len(x_BTC), part.seq_len, x_BTC.device)
+    mask = block.attention.inner.mask(Positions(None, len(x_BTC), part.seq_len, x_BTC.device))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x_BTC.requires_grad_(), part.rope, mask, part.positions)
     return sum(saved.values())
