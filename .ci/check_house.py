@@ -38,7 +38,7 @@ BUDGETS = {
     "precision": 3_370,
     "parallelism": 19_800,
     "optimizer": 9_800,
-    "checkpoint": 13_757,
+    "checkpoint": 13_800,
     "weights": 20_502,
     "train": 27_000,
     "compose": 18_000,
