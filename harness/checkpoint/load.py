@@ -1,8 +1,7 @@
 """Loading a checkpoint or initial values, on all ranks."""
 
-import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,10 +67,12 @@ class CheckpointLoader(CheckpointedRun):
 
         def find() -> list[Checkpoint]:
             full = [each for each in self.folder.complete(FALLBACKS)[0] if each.holds == "full"]
-            if not full and first is not None and not self.config.exclude_from_loading:
-                with contextlib.suppress(DamagedCheckpoint):
-                    return [open_checkpoint(first)]
-            return full
+            if full or first is None or self.config.exclude_from_loading:
+                return full
+            try:
+                return [open_checkpoint(first)]
+            except DamagedCheckpoint as error:
+                raise no_usable_error(self.folder.path, [f"{first}: {error}"]) from None
 
         found = self.ranks.on_rank_zero(find)
         # That of another layout has no random states.
@@ -184,7 +185,7 @@ class CheckpointLoader(CheckpointedRun):
 def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
     """Yield a reader; protect the checkpoint from removal, and turn DCP's errors into ours."""
     try:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             ranks.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))
             reader = Reader(checkpoint.path, checkpoint.manifest)
             ranks.everywhere(reader.read_metadata)

@@ -7,6 +7,7 @@ import re
 import string
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jobs
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from resumable_runs import train
 
+from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.config.training import DebugConfig
 from harness.data.loader import SampleLoader
 from harness.data.tokenizer import build_tokenizer
@@ -184,6 +186,19 @@ def test_a_rewind_that_cannot_be_ends_the_run(spoiled, tmp_path, monkeypatch):
     often = jobs.train(tmp_path / "often", *options)
     assert often.code == EXIT_NON_FINITE
     assert "the run has gone back to step 10 1 times" in often.folder.row["error.message"]
+
+
+def test_a_damaged_checkpoint_to_go_back_to_is_named(spoiled, tmp_path, monkeypatch):
+    base = [*spoiled(12), *on("rewind")]
+    first = jobs.train(tmp_path / "first", *base, "training.steps=10", "checkpoint.interval=10")
+    path = first.folder.path / "checkpoints" / "step-10"
+    load = [f"checkpoint.initial_load_path={path}", "checkpoint.initial_load_model_only=false"]
+    load += ["checkpoint.allow_changed=[training.steps]"]
+    damaged = DamagedCheckpoint("a file is missing")
+    monkeypatch.setattr("harness.checkpoint.load.open_checkpoint", Mock(side_effect=damaged))
+    second = jobs.train(tmp_path / "second", *base, *load)
+    message = second.folder.row["error.message"]
+    assert f"no checkpoint can be used ({path}: a file is missing)" in message
 
 
 def test_batches_that_a_checkpoint_has_read_cannot_be_left_out(spoiled, tmp_path):
