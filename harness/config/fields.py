@@ -231,7 +231,7 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
 
 
 def _with_rule(field: dataclasses.Field[Any], of: dataclasses.Field[Any]) -> dataclasses.Field[Any]:
-    """Return a field with the role of another, and its rule beside the own one."""
+    """Return a field with the role of another one, and with both rules."""
     changed = copy.copy(field)
     changed.metadata = MappingProxyType({**field.metadata, **of.metadata})
     return changed

@@ -54,7 +54,7 @@ class AttentionSpec:
 
 
 class Positions(NamedTuple):
-    """The keys of a pass, and the last of them as queries; a mask says which of them see each other."""
+    """The keys of a pass. Its queries are the last of them; a mask says which see each other."""
 
     documents_BT: Tensor | None
     """The document number of each key, equal numbers contiguous; None: a sequence is one document."""
