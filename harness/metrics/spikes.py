@@ -134,7 +134,7 @@ class SpikePolicy:
         self._rewinds[step] += 1
         if self._rewinds[step] > MOST_REWINDS:
             raise NonFiniteError(
-                f"{why}: the run has gone back to step {step} {MOST_REWINDS} times; "
+                f"{why}: the run has gone back {MOST_REWINDS} times to step {step}; "
                 "would work: a larger debug.spike_batches or debug.spike_zscore, or a lower optimizer.lr"
             )
 

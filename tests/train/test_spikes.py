@@ -185,7 +185,7 @@ def test_a_rewind_that_cannot_be_ends_the_run(spoiled, tmp_path, monkeypatch):
     options = [*spoiled(12, 14), *on("rewind"), "checkpoint.interval=10"]
     often = jobs.train(tmp_path / "often", *options)
     assert often.code == EXIT_NON_FINITE
-    assert "the run has gone back to step 10 1 times" in often.folder.row["error.message"]
+    assert "the run has gone back 1 times to step 10" in often.folder.row["error.message"]
 
 
 def test_a_damaged_checkpoint_to_go_back_to_is_named(spoiled, tmp_path, monkeypatch):
