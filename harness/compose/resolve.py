@@ -40,7 +40,9 @@ def resolve(job: J, *, launched_ranks: int | None = None, gpus: int | None = Non
     check_rules(job)
     if (scaled := scale(job)) is not job:
         return resolve(scaled, launched_ranks=launched_ranks, gpus=gpus)
-    return resolve_layout(resolve_rest(job), launched_ranks=launched_ranks, gpus=gpus)
+    job = resolve_layout(resolve_rest(job), launched_ranks=launched_ranks, gpus=gpus)
+    job.cluster.check_losses(job.world_size, has_checkpoints=job.checkpoint.enable)
+    return job
 
 
 def resolve_rest(job: J) -> J:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.fields import execution, label, part
+from harness.config.fields import Switch, execution, label, part
 from harness.config.hardware import HardwareConfig, described
 from harness.config.registry import Registry, load_attribute
-from harness.config.slurm import SlurmConfig
+from harness.config.slurm import SLURM, SlurmConfig
 from harness.util.errors import ConfigError
 from harness.util.hardware import Accelerator, find_accelerator, node_name
+from harness.util.words import plural
 
 if TYPE_CHECKING:
     from harness.config.job import Job
@@ -51,6 +52,7 @@ CLUSTERS: Registry[ClusterKind] = Registry(
 )
 """Ways to start the ranks of a job."""
 DEVICES = ("auto", "cpu", "cuda")
+CONTINUES = Switch("cluster.on_node_loss", on="continue")
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,27 @@ class RanksConfig:
     """Timeout of collectives after the first step."""
 
 
+@dataclass(frozen=True)
+class LossConfig:
+    """Fields of ``cluster`` that say how a job goes on when it loses a node."""
+
+    on_node_loss: str = label("requeue", choices=("requeue", "continue"))
+    """When a node is lost: ``requeue`` ends the ranks, and SLURM starts them again when it has as
+    many nodes; ``continue`` starts them from the last checkpoint on the nodes that are left, in a layout
+    that was chosen before the job began. Batches and numerics stay the same. On this machine a rank
+    counts as a node."""
+    min_nodes: int | None = label(None, least=1, needs=CONTINUES)
+    """Fewest nodes to go on with; null: half of them, rounded up."""
+    spare_nodes: int = label(0, least=0, needs=(CONTINUES, SLURM))
+    """Nodes to ask for in addition: one takes the place of a lost node, and the layout stays."""
+    grow: str = label("never", choices=("never", "checkpoint"), needs=(CONTINUES, SLURM))
+    """Return to the full layout when lost nodes are back: ``checkpoint`` does so after the next
+    checkpoint."""
+
+
 # Bases give their fields from the last to the first: the order of files and of --help.
 @dataclass(frozen=True)
-class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
+class ClusterConfig(SlurmConfig, LossConfig, RanksConfig, NetworkConfig, NodesConfig):
     """Where a job runs: on this machine, or on nodes of a SLURM cluster."""
 
     def resolve(self) -> ClusterConfig:
@@ -165,6 +185,33 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
                 f"degrees that multiply to {below or per_node} or {below + per_node}",
             )
         return nodes, world_size // nodes
+
+    def nodes_to_lose(self, world_size: int) -> tuple[int, int]:
+        """Return how many nodes can be lost, and the ranks of each; here every rank is a node."""
+        return (world_size, 1) if self.is_here else self.nodes_for(world_size)
+
+    def fewest_nodes(self, nodes: int) -> int:
+        """Return the fewest of ``nodes`` nodes that the job goes on with."""
+        return -(-nodes // 2) if self.min_nodes is None else self.min_nodes
+
+    def check_losses(self, world_size: int, *, has_checkpoints: bool) -> None:
+        """Check that a job that goes on without a node has nodes to lose, and saves checkpoints."""
+        if self.on_node_loss != "continue":
+            return
+        nodes, _ = self.nodes_to_lose(world_size)
+        rule = ""
+        if not has_checkpoints:
+            rule = "goes on from checkpoints, and the job saves none"
+            works = "requeue, or checkpoint.enable=true"
+        elif nodes < 2:
+            rule = f"needs at least two nodes, and the job has {plural(world_size, 'rank')} on one"
+            works = "requeue"
+        if rule:
+            raise ConfigError("cluster.on_node_loss", "continue", rule, works)
+        if self.min_nodes is not None and self.min_nodes >= nodes:
+            what = "ranks, which count as nodes on this machine" if self.is_here else "nodes"
+            rule = f"must be less than the {nodes} {what}"
+            raise ConfigError("cluster.min_nodes", self.min_nodes, rule, f"1 to {nodes - 1}")
 
     def linked_ranks(self, world_size: int) -> int:
         """Return the number of neighbouring ranks that the accelerators' own links join."""

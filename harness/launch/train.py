@@ -11,7 +11,7 @@ from harness.config.job import Job
 from harness.launch.inputs import require_inputs, require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks, refuse_launched
-from harness.util.errors import UserError
+from harness.util.errors import ConfigError, UserError
 
 HELP = """`harness train`: train the job that the overrides describe.
 
@@ -30,6 +30,9 @@ _ONE_JOB = "a multirun (-m) starts the ranks of all its jobs; start it without t
 def train(job: Job, overrides: list[str]) -> int:
     """Train a job, as its controller or as one of its ranks; return the exit code."""
     folder = RunFolder(job.run_dir)
+    if job.cluster.on_node_loss == "continue":
+        rule = "no launcher goes on without a node yet; harness plan shows the layouts"
+        raise ConfigError("cluster.on_node_loss", "continue", rule, "requeue")
     if launched_ranks() is not None:
         from harness.launch.local import run_launched_rank
 

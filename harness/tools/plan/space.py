@@ -155,8 +155,8 @@ class Space:
     """Fields that the command line fixes."""
 
     @classmethod
-    def of(cls, base: Job, overrides: Sequence[str]) -> Space:
-        """Make the space of a job.
+    def of(cls, base: Job, overrides: Sequence[str], world: int | None = None) -> Space:
+        """Make the space of a job, for ``world`` ranks or those that its fields determine.
 
         Fields on the command line are fixed (except for dp_shard=-1 and null). A layout on the
         command line, parallelism=fsdp_tp, fixes the axes that it does not use to 1. Values from
@@ -174,6 +174,8 @@ class Space:
             rule = "a search compares layouts at one batch, and null gives every layout its own"
             raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")
         base = with_length(resolve_rest(base))
+        if world is not None:
+            return cls(base, world, frozenset(_typed(base, overrides)))
         used = prod(max(degree, 1) for degree in base.parallelism.degrees.values())
         cluster = base.cluster
         searched = used if used > 1 else None

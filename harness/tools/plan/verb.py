@@ -21,6 +21,7 @@ harness plan -m parallelism.tp=1,2,4 ...       one table of several jobs
 harness plan ... against="parallelism.tp=8"    line by line beside the job with these
 harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
 harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
+harness plan ... cluster.on_node_loss=continue the layouts it goes on with when it loses nodes
 harness plan ... rehearse=true                 compared with a run on virtual GPUs
 harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
 """
@@ -45,6 +46,12 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         return Result(differences_as_dict(made, second), render_differences(made, second))
     data = as_dict(made)
     text = render(made) + draw(job.picture, made)
+    if job.cluster.on_node_loss == "continue":
+        from harness.tools.plan.layouts import find_layouts, layouts_as_dict, render_layouts
+
+        layouts = find_layouts(job.plain)
+        data["layouts"] = layouts_as_dict(layouts)
+        text += f"\n{render_layouts(layouts)}"
     if job.rehearse:
         gc.enable()
         rehearsed: Result = load_attribute(REHEARSE)(made)
