@@ -26,52 +26,54 @@ class CheckpointConfig:
     enable: bool = label(True)
     """Whether to save checkpoints, and to look for one when a run starts."""
     folder: str = label("checkpoints", nonempty=True)
-    """Folder of the checkpoints ``step-<n>``: relative to the run folder, or an absolute path or fsspec URL
-    (``s3://bucket/run``), which jobs of different layouts can share."""
+    """Folder of the checkpoints ``step-<n>``: relative to the run folder, or an absolute path or
+    fsspec URL (``s3://bucket/run``), which jobs of different layouts can share."""
     interval: int = saving_label(500, least=1, works="500, or checkpoint=disabled")
     """Optimizer steps between checkpoints. One more is written after the last step and on a
     stop."""
     interval_minutes: float | None = saving_label(None, above=0)
-    """Also write a checkpoint when so many minutes have passed since the last one, by the clock of rank 0;
-    null: never. It bounds what a failure costs when steps are slow or their time is not known."""
+    """Also write a checkpoint when so many minutes have passed since the last one, by the clock of
+    rank 0; null: never. It bounds what a failure costs when steps are slow or their time is not
+    known."""
     steps: list[int] = saving_label(factory=list)
     """Also write checkpoints after these steps, and keep them all."""
     log2_steps: bool = saving_label(False)
     """Also write checkpoints after steps 1, 2, 4, 8, ..., and keep them all."""
     async_mode: str = saving_label("disabled", choices=ASYNC_MODES)
-    """``disabled`` writes while training waits. ``async`` copies the state to host memory during the next
-    step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem``
-    copies to pinned memory (needs a GPU)."""
+    """``disabled`` writes while training waits. ``async`` copies the state to host memory during
+    the next step's forward and backward, and writes the copy in the background;
+    ``async_with_pinned_mem`` copies to pinned memory (needs a GPU)."""
     keep_latest_k: int = saving_label(10, least=0)
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
     keep_every: int = label(0, least=0, needs=(ENABLE, PRUNING))
-    """Keep also the checkpoints of all multiples of this step. Those between them serve restarts alone.
-    0: none."""
+    """Keep also the checkpoints of all multiples of this step. Those between them serve restarts
+    alone. 0: none."""
     on_save: str | None = saving_label(None, nonempty=True)
-    """Shell command to run after each save, on the machine of rank 0 beside the training: an evaluation, an
-    upload. It finds CHECKPOINT, STEP and RUN_FOLDER in its environment. Commands run one after another,
-    with the lowest priority. What one prints is in ``logs/on_save-step-<n>.log``; one that fails is a
-    warning. A checkpoint in a local folder is not removed before its command has ended. A command ends
-    with its shell, and with it what it left running. At the end of training the run waits for the
-    commands; a stop or a failure ends them."""
+    """Shell command to run after each save, on the machine of rank 0 beside the training: an
+    evaluation, an upload. It finds CHECKPOINT, STEP and RUN_FOLDER in its environment. Commands run
+    one after another, with the lowest priority. What one prints is in
+    ``logs/on_save-step-<n>.log``; one that fails is a warning. A checkpoint in a local folder is
+    not removed before its command has ended. A command ends with its shell, and with it what it
+    left running. At the end of training the run waits for the commands; a stop or a failure ends
+    them."""
     on_save_timeout_seconds: int = label(3600, least=1, needs=(ENABLE, COMMAND))
     """Seconds after which a command of on_save is ended."""
     resume: bool = label(True)
-    """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
-    and moves existing checkpoints to ``superseded/``."""
+    """Whether the same command resumes from the newest complete checkpoint. If false, it starts
+    over and moves existing checkpoints to ``superseded/``."""
     load_step: int = saving_label(-1, least=0, also=-1)
     """Step of the checkpoint to resume from; -1 is the newest. Later ones are moved to
     ``superseded/``."""
     initial_load_path: str | None = numerics(None)
-    """Initial values of a run without checkpoints of its own: a checkpoint (``.../step-<n>``), a run folder,
-    or a Hugging Face folder."""
+    """Initial values of a run without checkpoints of its own: a checkpoint (``.../step-<n>``), a
+    run folder, or a Hugging Face folder."""
     initial_load_model_only: bool = numerics(True, needs=INITIAL)
     """Load only the weights of initial_load_path, not the optimizer, step, data position, ..."""
     initial_load_in_hf: bool = numerics(False, needs=INITIAL)
     """Whether initial_load_path holds Hugging Face's safetensors."""
     exclude_from_loading: list[str] = saving_label(factory=list, choices=PARTS)
-    """Parts of a checkpoint not to load: any of optimizer, lr_scheduler, data_loader, train_state, rng.
-    Checkpoints that the same command writes afterwards are loaded completely again."""
+    """Parts of a checkpoint not to load: any of optimizer, lr_scheduler, data_loader, train_state,
+    rng. Checkpoints that the same command writes afterwards are loaded completely again."""
     allow_changed: list[str] = saving_label(factory=list)
     """Numerics fields that may differ from the job that wrote the checkpoint, e.g.
     [training.steps, optimizer.lr]."""

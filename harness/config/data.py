@@ -44,9 +44,9 @@ class DataConfig:
     """Source of the documents, held-out documents, and packing into samples."""
 
     kind: str = numerics("local", choices=DATA_KINDS)
-    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `chat`
-    (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture`
-    (several of these). Packages can add others."""
+    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library),
+    `chat` (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or
+    `mixture` (several of these). Packages can add others."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a kind that another package has added."""
     paths: list[str] = numerics(factory=list)
@@ -65,17 +65,17 @@ class DataConfig:
     text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
     dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
-    """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at most
-    65,536 tokens, else uint32."""
+    """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at
+    most 65,536 tokens, else uint32."""
     boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
-    """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with
-    it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`:
-    the files' index; without one `bos` or `eos`, as the format has it."""
+    """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each
+    begins with it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked),
+    or `auto`: the files' index; without one `bos` or `eos`, as the format has it."""
     validation_paths: list[str] = numerics(factory=list)
     """local, tokens, chat: globs of the validation files, written like `paths`."""
     validation_fraction: float = numerics(0.0, least=0, below=1)
-    """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index. tokens:
-    the last documents of each file; a corpus that has held-out documents needs 0."""
+    """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index.
+    tokens: the last documents of each file; a corpus that has held-out documents needs 0."""
     dataset: str | None = numerics(None)
     """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
     subset: str | None = numerics(None)
@@ -85,25 +85,25 @@ class DataConfig:
     validation_split: str | None = numerics(None)
     """hub: the split to validate on."""
     streaming: bool = numerics(False)
-    """hub: read over the network while training instead of downloading and tokenizing first. The shards of
-    the dataset are dealt to the rows of the global batch."""
+    """hub: read over the network while training instead of downloading and tokenizing first. The
+    shards of the dataset are dealt to the rows of the global batch."""
     workers: int = execution(1, least=0, id_omits_default=True)
-    """hub with streaming: processes of each rank that read and tokenize ahead, at most one for each of its
-    rows of the global batch; 0 reads in the rank itself. The samples are the same."""
+    """hub with streaming: processes of each rank that read and tokenize ahead, at most one for each
+    of its rows of the global batch; 0 reads in the rank itself. The samples are the same."""
     shuffle_buffer: int = numerics(1000, least=1, id_omits_default=True)
     """hub with streaming and shuffle: documents of a row that are shuffled together."""
     data_files: list[str] = numerics(factory=list)
     """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
     mask_fraction: float = numerics(0.0, least=0, most=0.5)
-    """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
-    and twice this, so samples have different numbers of valid labels; at least one label stays
-    valid."""
+    """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform
+    between 0 and twice this, so samples have different numbers of valid labels; at least one label
+    stays valid."""
     messages_field: str = numerics("messages", nonempty=True, id_omits_default=True)
-    """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and `content`, or
-    ShareGPT's `from` and `value`. Tools are in the field `tools`."""
+    """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and
+    `content`, or ShareGPT's `from` and `value`. Tools are in the field `tools`."""
     chat_template: str | None = numerics(None, id_omits_default=True)
-    """chat: `chatml`, `plain`, or the path of a Jinja template. Null takes the template of the tokenizer's
-    repository: chat_template.jinja or tokenizer_config.json."""
+    """chat: `chatml`, `plain`, or the path of a Jinja template. Null takes the template of the
+    tokenizer's repository: chat_template.jinja or tokenizer_config.json."""
     chat_template_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """chat: more variables for the template, such as `enable_thinking: false`."""
     chat_date: str | None = numerics(None, id_omits_default=True)
@@ -114,36 +114,40 @@ class DataConfig:
     sources: dict[str, DataConfig] = numerics(factory=dict, id_omits_default=True)
     """mixture: the sources by name, each with the fields of `data`."""
     weights: dict[str, float] = numerics(factory=dict, least=0, id_omits_default=True)
-    """mixture: share of each source in the samples, by name. Only the ratio of the weights counts, so they
-    can be numbers of tokens. A source that is not named has weight 0."""
+    """mixture: share of each source in the samples, by name. Only the ratio of the weights counts,
+    so they can be numbers of tokens. A source that is not named has weight 0."""
     epochs: dict[str, float] = numerics(factory=dict, above=0, id_omits_default=True)
-    """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this times its
-    samples per epoch, so only the ratio of the epochs counts."""
+    """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this
+    times its samples per epoch, so only the ratio of the epochs counts."""
     weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
-    """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`. The steps are those
-    without any batch left out (`leave_out`, `debug.spikes=rewind`): weights belong to the data."""
+    """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`. The steps
+    are those without any batch left out (`leave_out`, `debug.spikes=rewind`): weights belong to the
+    data."""
     mask_document_boundary: bool = numerics(True)
     """Mask the label at a document's last token, which is the next document's first token."""
     attend_across_documents: bool = numerics(True)
-    """Let tokens attend to earlier documents in the same sample; false masks them out of attention. chat
-    needs false."""
+    """Let tokens attend to earlier documents in the same sample; false masks them out of attention.
+    chat needs false."""
     shuffle: bool = numerics(True)
-    """Read the packed samples in a random order, a different one in every epoch. In a stream, shuffle the
-    shards and `shuffle_buffer` documents at a time instead. Validation is never shuffled."""
+    """Read the packed samples in a random order, a different one in every epoch. In a stream,
+    shuffle the shards and `shuffle_buffer` documents at a time instead. Validation is never
+    shuffled."""
     leave_out: list[int] = numerics(factory=list, least=1, id_omits_default=True)
-    """Numbers of batches that no step reads, from 1: those around a spike of the loss. Step k reads the k-th
-    of the others. `checkpoint.allow_changed=[data.leave_out]` goes on from a checkpoint before them."""
+    """Numbers of batches that no step reads, from 1: those around a spike of the loss. Step k reads
+    the k-th of the others. `checkpoint.allow_changed=[data.leave_out]` goes on from a checkpoint
+    before them."""
     prefetch: int = execution(2, least=0)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is
     needed."""
     cache_dir: str = label("~/.cache/harness", written="folder")
     """Folder of the token caches; all ranks must see it."""
     tokenize_workers: int | None = label(None, least=1)
-    """Processes that tokenize on the node of a job before it begins; null: one for each CPU that the node's
-    first rank may use, at most 32."""
+    """Processes that tokenize on the node of a job before it begins; null: one for each CPU that
+    the node's first rank may use, at most 32."""
     tokenize_limit_gib: float | None = label(16.0, least=0)
-    """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
-    `harness tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
+    """Refuse a job that would have to tokenize more than this before it begins, while all ranks
+    wait; `harness tokenize` prepares the data. In GiB of files, compressed or not; null: no
+    limit."""
 
     def resolve(self) -> Self:
         """Return the data with the defaults of its options, also those of a mixture's sources."""
@@ -247,22 +251,23 @@ class TokenizerConfig:
     """How text becomes token ids."""
 
     kind: str = numerics("bytes", choices=TOKENIZER_KINDS)
-    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken`, `huggingface` (tokenizer.json), or
-    `none` (token files of which only the ids are known; it cannot encode or decode)."""
+    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken`, `huggingface`
+    (tokenizer.json), or `none` (token files of which only the ids are known; it cannot encode or
+    decode)."""
     path: str | None = numerics(None)
-    """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working directory;
-    `asset:NAME` is a file that ships with the harness."""
+    """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working
+    directory; `asset:NAME` is a file that ships with the harness."""
     special: str = numerics("", needs=TIKTOKEN)
-    """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`). Packages can
-    add others; Llama 4 and GPT-OSS have a tokenizer.json."""
+    """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`).
+    Packages can add others; Llama 4 and GPT-OSS have a tokenizer.json."""
     bos: str | None = numerics(None, needs=NAMES)
-    """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
-    special_tokens_map.json, in the file's folder; '' puts none.
-    none: id of the token that begins documents."""
+    """huggingface: the token put before every document. Null takes bos_token of
+    tokenizer_config.json, or of special_tokens_map.json, in the file's folder; '' puts none. none:
+    id of the token that begins documents."""
     eos: str | None = numerics(None, needs=NAMES)
-    """huggingface: the token put after every document, likewise. In repositories of chat models it is the
-    token that ends a turn, which is seldom the one that ended documents in pretraining. none: id of
-    the token that ends documents."""
+    """huggingface: the token put after every document, likewise. In repositories of chat models it
+    is the token that ends a turn, which is seldom the one that ended documents in pretraining.
+    none: id of the token that ends documents."""
 
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other; open no file."""

@@ -1,7 +1,7 @@
 """What other tools call a field, an option or a setting of Hydra, and what to type here.
 
-``elsewhere.txt`` has the names, of which refusals and the tables of docs/coming_from.md are made. It is
-read when something is refused.
+``elsewhere.txt`` has the names, of which refusals and the tables of docs/coming_from.md are made.
+It is read when something is refused.
 """
 
 import functools

@@ -182,8 +182,8 @@ class Job:
     def compiles(self, *, on_gpu: bool) -> bool:
         """Whether steps call the compiler.
 
-        They do with ``compile.enable``. On GPUs, FlexAttention and some optimizers call the compiler
-        even if ``compile.enable`` is false.
+        They do with ``compile.enable``. On GPUs, FlexAttention and some optimizers call the
+        compiler even if ``compile.enable`` is false.
         """
         needs_compiler = self.training.attention == "flex" or self.optimizer.compiles(
             self.precision.master_dtype

@@ -59,22 +59,22 @@ class MetricsConfig:
     """Also write the own values of every rank (memory, times, loss) into
     ``metrics/rank<r>.jsonl``."""
     tensors: str = label(OFF, choices=TENSORS)
-    """norms: write the 2-norms of every tensor's gradient (before clipping), weight and update, the same on
-    every layout, into ``tensors.bin``; `harness report` draws them by layer and step. off: nothing.
-    It takes the memory of a second copy of this rank's weights during the update."""
+    """norms: write the 2-norms of every tensor's gradient (before clipping), weight and update, the
+    same on every layout, into ``tensors.bin``; `harness report` draws them by layer and step. off:
+    nothing. It takes the memory of a second copy of this rank's weights during the update."""
     activations: bool = label(False)
     """Write statistics of the residual stream after every block (root mean square, largest value,
-    kurtosis), the entropy of every router and the largest score of every attention, the same on every
-    layout, into ``activations.bin``; `harness report` draws them by layer and step. A step with a
-    record computes its forward pass once more, without the compiler."""
+    kurtosis), the entropy of every router and the largest score of every attention, the same on
+    every layout, into ``activations.bin``; `harness report` draws them by layer and step. A step
+    with a record computes its forward pass once more, without the compiler."""
     tensors_interval: int = label(100, least=1, needs=OF_RECORDS)
-    """Optimizer steps between two records of metrics.tensors and metrics.activations. The first and the last
-    step have one too."""
+    """Optimizer steps between two records of metrics.tensors and metrics.activations. The first and
+    the last step have one too."""
     console: str = label("plain", choices=CONSOLES)
     """plain: a line for each row; none: nothing."""
     wandb: bool = label(False)
-    """Also log to Weights & Biases; offline when there is no API key. WANDB_ENTITY and WANDB_MODE are W&B's
-    own."""
+    """Also log to Weights & Biases; offline when there is no API key. WANDB_ENTITY and WANDB_MODE
+    are W&B's own."""
     wandb_project: str | None = label(None, needs=WANDB)
     """W&B project; null: WANDB_PROJECT, or else ``harness``."""
     wandb_group: str | None = label(None, needs=WANDB)
@@ -82,8 +82,8 @@ class MetricsConfig:
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
     views: dict[str, Any] = label(factory=dict)
-    """More views, each by its name with its options: {mlflow: {experiment: my_experiment}}. Packages add
-    them: experiments/extensions has mlflow."""
+    """More views, each by its name with its options: {mlflow: {experiment: my_experiment}}.
+    Packages add them: experiments/extensions has mlflow."""
 
     def resolve(self) -> MetricsConfig:
         """Return the config with the defaults of the views' options.

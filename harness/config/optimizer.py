@@ -19,14 +19,14 @@ class Kind:
     """The update rule of some tensors."""
 
     build: str
-    """``module:function`` that returns the optimizer for an ``OptimizerConfig``, parameter groups with
-    ``params``, ``kind``, ``lr``, ``weight_decay``, ``betas`` and ``eps`` (if it has them), and the
-    process group of the ranks that hold shards of them (None for one rank). Options are a fourth
-    argument."""
+    """``module:function`` that returns the optimizer for an ``OptimizerConfig``, parameter groups
+    with ``params``, ``kind``, ``lr``, ``weight_decay``, ``betas`` and ``eps`` (if it has them), and
+    the process group of the ranks that hold shards of them (None for one rank). Options are a
+    fourth argument."""
     state: tuple[str, ...]
-    """Names of its state tensors that have the parameter's shape. Checkpoints have these, and the numbers
-    that it keeps for each parameter or in its parameter groups. Anything else ends a run after its
-    first update."""
+    """Names of its state tensors that have the parameter's shape. Checkpoints have these, and the
+    numbers that it keeps for each parameter or in its parameter groups. Anything else ends a run
+    after its first update."""
     counts_steps: bool = False
     """Whether the state also has a float32 scalar ``step`` for every tensor."""
     has_betas: bool = True
@@ -34,21 +34,21 @@ class Kind:
     has_eps: bool = True
     """Whether ``optimizer.eps`` applies."""
     others: str | None = None
-    """If set, it updates hidden matrices only (``TensorSpec.is_hidden_matrix``), and by default this kind
-    updates the other tensors."""
+    """If set, it updates hidden matrices only (``TensorSpec.is_hidden_matrix``), and by default
+    this kind updates the other tensors."""
     exchanges: bool = False
     """Whether the ranks that hold pieces of a matrix exchange them, so that all update at once."""
     is_torchs: bool = False
     """Whether torch implements it, so that optimizer.implementation applies."""
     moved_bytes: int = 28
-    """Bytes that the update reads and writes per float32 value of a parameter, without what it exchanges and
-    orthogonalizes. AdamW reads four tensors and writes three."""
+    """Bytes that the update reads and writes per float32 value of a parameter, without what it
+    exchanges and orthogonalizes. AdamW reads four tensors and writes three."""
     options: type | None = None
     """Dataclass of ``optimizer.options``; None: there are none."""
     mup: str | None = None
-    """The learning rate of hidden matrices in muP, by the size of the updates: ``entries`` (every value
-    changes by about the learning rate), ``spectral`` (all singular values do); None: no rule is
-    known."""
+    """The learning rate of hidden matrices in muP, by the size of the updates: ``entries`` (every
+    value changes by about the learning rate), ``spectral`` (all singular values do); None: no rule
+    is known."""
 
 
 _ADAM = Kind(
@@ -152,8 +152,8 @@ class OptimizerConfig:
     (kellerjordan.github.io/posts/muon) for hidden matrices with AdamW for all other tensors."""
 
     kind: str = numerics("adamw", choices=KINDS, id_omits_default=True)
-    """The update rule, or FILE.py:NAME of another. Muon orthogonalizes the updates of hidden matrices; AdamW
-    updates embeddings, the output projection, routers, norms and other vectors."""
+    """The update rule, or FILE.py:NAME of another. Muon orthogonalizes the updates of hidden
+    matrices; AdamW updates embeddings, the output projection, routers, norms and other vectors."""
     lr: float = numerics(8e-4, least=0)
     """Peak learning rate, reached at the end of the warm-up."""
     beta1: float = numerics(0.9, least=0, below=1, needs=BETAS)
@@ -163,46 +163,46 @@ class OptimizerConfig:
     eps: float = numerics(1e-8, above=0, needs=EPS)
     """Added to the root of the second moment (AdamW, Adam)."""
     weight_decay: float = numerics(0.1, least=0)
-    """Weight decay per step, multiplied by the learning rate; Adam: added to the gradient, as the gradient of
-    an L2 penalty. One-dimensional parameters (norm weights, biases) do not decay; a group can
-    change that."""
+    """Weight decay per step, multiplied by the learning rate; Adam: added to the gradient, as the
+    gradient of an L2 penalty. One-dimensional parameters (norm weights, biases) do not decay; a
+    group can change that."""
     groups: list[dict[str, Any]] = numerics(factory=list, id_omits_default=True)
-    """Settings of the tensors whose name matches a regular expression:
-    [{match: 'layers\\..*\\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
+    """Settings of the tensors whose name matches a regular expression: [{match: 'layers\\..*\\.wq',
+    lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
     momentum: float = muon_numerics(0.95, least=0, below=1, id_omits_default=True)
     """Muon: decay of the running mean of gradients, per step (with Nesterov's momentum)."""
     newton_schulz_dtype: str | None = muon_numerics(
         None, choices=STATE_DTYPES, id_omits_default=True
     )
-    """Muon: format of the iterations of Newton-Schulz that orthogonalize an update, float32 or bfloat16;
-    null: precision.param_dtype."""
+    """Muon: format of the iterations of Newton-Schulz that orthogonalize an update, float32 or
+    bfloat16; null: precision.param_dtype."""
     lr_scale: str = muon_numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
     """Muon: factor of the learning rate for a matrix [outputs, inputs]. original:
     sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which
     AdamW's learning rate and weight decay apply (arXiv:2502.16982, section 2.2)."""
     ema_decay: float = numerics(0.0, least=0, below=1, id_omits_default=True)
-    """Decay per step of an exponential moving average of the weights, in float32; 0: none. It is saved with
-    the optimizer's state. ``ema=true`` makes harness generate and harness evaluate use it, and
-    ``convert.ema=true`` exports it."""
+    """Decay per step of an exponential moving average of the weights, in float32; 0: none. It is
+    saved with the optimizer's state. ``ema=true`` makes harness generate and harness evaluate use
+    it, and ``convert.ema=true`` exports it."""
     qk_clip: float | None = numerics(None, above=0, id_omits_default=True)
-    """QK-clip (Kimi K2, arXiv:2507.20534, section 2.1), with any optimizer: a head of attention whose largest
-    logit in the step's batch exceeds this, for example 100, gets queries and keys scaled by it over
-    that logit, after the update. null: none. Logits are measured by one more forward pass over the
-    batch, without gradients: about a third of the products of a step."""
+    """QK-clip (Kimi K2, arXiv:2507.20534, section 2.1), with any optimizer: a head of attention
+    whose largest logit in the step's batch exceeds this, for example 100, gets queries and keys
+    scaled by it over that logit, after the update. null: none. Logits are measured by one more
+    forward pass over the batch, without gradients: about a third of the products of a step."""
     qk_clip_interval: int = numerics(1, least=1, needs=QK_CLIP, id_omits_default=True)
-    """Steps between two clips, each of which costs that forward pass. Logits grow slowly: 10 costs about 3 %
-    of a step's products in place of a third."""
+    """Steps between two clips, each of which costs that forward pass. Logits grow slowly: 10 costs
+    about 3 % of a step's products in place of a third."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a kind that another package has added."""
     state_dtype: str | None = numerics(None, choices=(*STATE_DTYPES, EIGHT_BIT))
-    """Format of the running means: float32, bfloat16, or, for AdamW and Adam, 8bit (arXiv:2110.02861), which
-    leaves vectors and rows that 128 does not divide in float32. Updates are computed in float32.
-    null means that of the parameters, precision.master_dtype."""
+    """Format of the running means: float32, bfloat16, or, for AdamW and Adam, 8bit
+    (arXiv:2110.02861), which leaves vectors and rows that 128 does not divide in float32. Updates
+    are computed in float32. null means that of the parameters, precision.master_dtype."""
     implementation: str = execution("auto", choices=IMPLEMENTATIONS)
-    """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
-    parameters need auto, which uses our own loop: torch does not update them in float32. With
-    foreach and for-loop, debug.non_finite=skip or debug.spikes=skip makes the host wait for the norm in
-    every step."""
+    """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16
+    state or parameters need auto, which uses our own loop: torch does not update them in float32.
+    With foreach and for-loop, debug.non_finite=skip or debug.spikes=skip makes the host wait for
+    the norm in every step."""
 
     def resolve(self, master_dtype: str, param_dtype: str) -> OptimizerConfig:
         iterations = self.newton_schulz_dtype
@@ -268,8 +268,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning rate by step: warm-up, a stable phase and a decay (WSD, arXiv:2404.06395); cosine has no
-    stable phase. Batch size and sequence length by step."""
+    """Learning rate by step: warm-up, a stable phase and a decay (WSD, arXiv:2404.06395); cosine
+    has no stable phase. Batch size and sequence length by step."""
 
     warmup_steps: int = numerics(200, least=0)
     """Steps of linear warm-up from 0 to optimizer.lr."""
@@ -283,14 +283,14 @@ class ScheduleConfig:
     min_lr_factor: float = numerics(0.0, least=0, most=1, needs=DECAY)
     """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
     total_steps: int | None = numerics(None, least=1, id_omits_default=True)
-    """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the learning
-    rates of a run of total_steps."""
+    """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the
+    learning rates of a run of total_steps."""
     batch_size: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
-    """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}]. At most
-    that many; each a multiple of the data-parallel ranks."""
+    """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}].
+    At most that many; each a multiple of the data-parallel ranks."""
     seq_len: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
-    """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each length divides
-    training.seq_len."""
+    """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each
+    length divides training.seq_len."""
 
     def resolve(self) -> ScheduleConfig:
         decay_type = DECAYS.recorded(self.decay_type)

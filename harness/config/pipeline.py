@@ -101,8 +101,8 @@ class CsvSchedule:
 
 
 def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
-    """Read torch's compute-only CSV and check that it runs every stage and microbatch exactly once, in an
-    order that ends.
+    """Read torch's compute-only CSV and check that it runs every stage and microbatch exactly once,
+    in an order that ends.
     """
     refusal = partial(ConfigError, "parallelism.pp_schedule_csv", path)
     if not Path(path).is_file():

@@ -29,21 +29,23 @@ class PrecisionConfig:
     """Format of the parameters that the optimizer updates, and of their gradients: float32 or
     bfloat16."""
     linear: str = numerics("none", choices=LINEARS)
-    """Format in which linears multiply: none (param_dtype); float8_tensorwise, float8_rowwise or mxfp8 (one
-    scale per tensor, row or 32 values); float8_rowwise_hp (weight gradients in param_dtype).
-    Experts use it with float8_rowwise and mxfp8 only."""
+    """Format in which linears multiply: none (param_dtype); float8_tensorwise, float8_rowwise or
+    mxfp8 (one scale per tensor, row or 32 values); float8_rowwise_hp (weight gradients in
+    param_dtype). Experts use it with float8_rowwise and mxfp8 only."""
     filter_fqns: list[str] = numerics(factory=lambda: list(DEFAULT_FILTER), needs=LINEAR)
     """Linears whose name contains one of these stay in param_dtype. Experts are named
     layers.N.moe.experts."""
     auto_filter_small_kn: bool = numerics(False, needs=LINEAR)
-    """Keep linears in param_dtype if they are too small to gain, by torchao's measurements of tensorwise and
-    rowwise on an H100. Experts are not filtered: torchao has no measurements for them."""
+    """Keep linears in param_dtype if they are too small to gain, by torchao's measurements of
+    tensorwise and rowwise on an H100. Experts are not filtered: torchao has no measurements for
+    them."""
     enable_fsdp_float8_all_gather: bool = numerics(False, needs=LINEAR)
-    """Let FSDP cast weights to float8 before it gathers them (tensorwise): half the bytes. Master weights are
-    then cast directly instead of through bfloat16, which changes the numbers slightly."""
+    """Let FSDP cast weights to float8 before it gathers them (tensorwise): half the bytes. Master
+    weights are then cast directly instead of through bfloat16, which changes the numbers
+    slightly."""
     precompute_float8_dynamic_scale_for_fsdp: bool = execution(False, needs=(LINEAR, GATHER))
-    """With enable_fsdp_float8_all_gather: compute the scales of all weights in one reduction after an update
-    instead of one per weight. Always done with tp."""
+    """With enable_fsdp_float8_all_gather: compute the scales of all weights in one reduction after
+    an update instead of one per weight. Always done with tp."""
     emulate: bool = execution(False, needs=LINEAR)
     """Round to float8 and multiply in float32: for CPUs and GPUs without float8; slow."""
 

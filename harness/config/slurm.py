@@ -47,16 +47,16 @@ class SlurmConfig:
     """SLURM's --gpu-bind, e.g. closest or single:1; null lets each rank see all GPUs of its
     node."""
     distribution: str | None = slurm_label("block:block")
-    """SLURM's --distribution. With block:block neighbouring ranks share a socket, as neighbouring GPUs do.
-    Null is SLURM's default, which assigns ranks to sockets round-robin."""
+    """SLURM's --distribution. With block:block neighbouring ranks share a socket, as neighbouring
+    GPUs do. Null is SLURM's default, which assigns ranks to sockets round-robin."""
     socket_ifname: str | None = slurm_label(None)
     """Network interface for NCCL and gloo sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g.
     bond0."""
     ib_hca: str | None = slurm_label(None)
     """InfiniBand adapters that NCCL uses (NCCL_IB_HCA), e.g. mlx5_0,mlx5_3; null means all."""
     node_check: str = slurm_label("off", choices=NODE_CHECKS)
-    """Check of each node's GPUs, memory and run folder before ranks start. off: none; fail: a bad node ends
-    the job; exclude: the job is requeued without the bad node."""
+    """Check of each node's GPUs, memory and run folder before ranks start. off: none; fail: a bad
+    node ends the job; exclude: the job is requeued without the bad node."""
     exclude_slow: bool = label(False, needs=(SLURM, Switch("profiling.phases")))
     """Requeue the job without the nodes of ranks that profiling.phases found slow."""
     exclusive: bool = slurm_label(False)
@@ -66,8 +66,8 @@ class SlurmConfig:
     srun_args: list[str] = slurm_label(factory=list)
     """More options for the srun that starts the ranks."""
     setup: list[str] = slurm_label(factory=list)
-    """Shell lines run on the first node before anything else, e.g. module load cuda. A line that fails ends
-    the job."""
+    """Shell lines run on the first node before anything else, e.g. module load cuda. A line that
+    fails ends the job."""
     env: dict[str, str] = slurm_label(factory=dict)
     """Environment variables of the job, e.g. {NCCL_DEBUG: INFO}."""
     container: str | None = slurm_label(None)

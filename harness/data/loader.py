@@ -5,9 +5,9 @@ and that number. A rank is assigned rows and reads only those, so neither the lo
 nor its state depends on the number of ranks. Scheduled sizes (``config/training.py``) change how
 many samples, or which pieces of samples, a step reads; a rank has the same fraction of every batch.
 
-Batches are numbered in the order of the data, from 1. Step k reads batch k, unless some before it are
-left out: then every step reads a later one. A batch that is left out has the size of the step that would
-have read it.
+Batches are numbered in the order of the data, from 1. Step k reads batch k, unless some before it
+are left out: then every step reads a later one. A batch that is left out has the size of the step
+that would have read it.
 """
 
 from abc import ABC, abstractmethod
@@ -142,7 +142,8 @@ class Cursor:
     def state_dict(self) -> dict[str, Any]:
         """Return the step, and the next sample; inside of a sample also the tokens read of it.
 
-        If batches were or will be left out, also the number of batches before the next one, and ``chosen``.
+        If batches were or will be left out, also the number of batches before the next one, and
+        ``chosen``.
         """
         samples, tokens = divmod(self.position, self.sizes.seq_len)
         state: dict[str, Any] = {"step": self.step, "samples": samples}

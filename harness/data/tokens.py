@@ -220,8 +220,8 @@ class TokenFormat:
     """Endings of their names. In a folder these files are read, and an ending that no other format
     has tells the format."""
     open: Callable[[Path, DataConfig, int], Tokens]
-    """Returns the tokens of a file, given the size of the vocabulary; raises DataError for a damaged file.
-    Ids are checked when they are read."""
+    """Returns the tokens of a file, given the size of the vocabulary; raises DataError for a
+    damaged file. Ids are checked when they are read."""
     recognizes: Callable[[Path], bool] = lambda file: False
     """Whether a file whose ending does not tell its format has this one. Formats are asked in the
     order of their names."""

@@ -78,9 +78,10 @@ class Spike(NamedTuple):
 class SpikePolicy:
     """Finds spikes. Every rank has the same sums and finds the same, also after a resume.
 
-    A spike is a step whose loss or gradient norm is more than ``debug.spike_zscore`` robust standard
-    deviations above the median of ``debug.spike_window`` steps. These end ``DELAY`` steps before it. Spikes
-    are not among them, nor steps that are not finite. There is no verdict before half of the window is known.
+    A spike is a step whose loss or gradient norm is more than ``debug.spike_zscore`` robust
+    standard deviations above the median of ``debug.spike_window`` steps. These end ``DELAY`` steps
+    before it. Spikes are not among them, nor steps that are not finite. There is no verdict before
+    half of the window is known.
     """
 
     def __init__(self, debug: DebugConfig) -> None:

@@ -1,8 +1,8 @@
 """``tensors.bin``: numbers of every tensor of a model at some steps, in records of one size; others like it.
 
-``tensors.json`` says what is in a record: the step (int64), then for each of ``values`` a float32 for each of
-``names``. ``activations.bin`` has numbers of every block. A plot reads a whole run at once, and a thousand
-columns in metrics.jsonl would slow everything else down. Imports no torch.
+``tensors.json`` says what is in a record: the step (int64), then for each of ``values`` a float32
+for each of ``names``. ``activations.bin`` has numbers of every block. A plot reads a whole run at
+once, and a thousand columns in metrics.jsonl would slow everything else down. Imports no torch.
 """
 
 import json

@@ -59,8 +59,9 @@ class _Rows:
 class QKClip:
     """Scales queries and keys of heads whose largest logit exceeds ``tau``, after an update of the weights.
 
-    On the batch of the logits, with the weights that they are of, the largest logit of such a head becomes
-    ``tau``. Each rank scales the rows that it holds, in place. What the optimizer remembers stays.
+    On the batch of the logits, with the weights that they are of, the largest logit of such a head
+    becomes ``tau``. Each rank scales the rows that it holds, in place. What the optimizer remembers
+    stays.
 
     Attributes:
         largest_LH: the largest logit of every head in the step's batch; None: nothing is clipped.

@@ -1,7 +1,7 @@
 """Quantized weights in safetensors: which methods are read, and which tensors make a weight (no torch).
 
-FP8: ``NAME`` has float8_e4m3fn values [O, I], and ``NAME_scale_inv`` the factors of its blocks; blocks at
-the edges may be partial. As in DeepSeek's inference/kernel.py (``weight_dequant``).
+FP8: ``NAME`` has float8_e4m3fn values [O, I], and ``NAME_scale_inv`` the factors of its blocks;
+blocks at the edges may be partial. As in DeepSeek's inference/kernel.py (``weight_dequant``).
 MXFP4: ``NAME_blocks`` [E, O, I/32, 16] has two e2m1 values a byte, and ``NAME_scales`` [E, O, I/32]
 the exponents of 32 values each, for a weight [E, I, O]. As in transformers' integrations/mxfp4.py.
 """

@@ -36,13 +36,13 @@ class FluxConfig:
     time_dim: int = numerics(256, least=2)
     """Width of the sinusoidal embedding of times and guidance, even."""
     axes_dims: list[int] = numerics(factory=lambda: [16, 56, 56], least=2)
-    """Width of the rotation of a head by each of three positions: 0, row and column. Their sum is the width
-    of a head."""
+    """Width of the rotation of a head by each of three positions: 0, row and column. Their sum is
+    the width of a head."""
     guidance: bool = numerics(False)
     """Whether the model has an input for the strength of guidance (FLUX.1-dev)."""
     zero_init: bool = numerics(True)
-    """Whether modulations and the output projection start at 0, so that every block starts as the identity
-    (adaLN-Zero, arXiv:2212.09748). If false they start like other linears."""
+    """Whether modulations and the output projection start at 0, so that every block starts as the
+    identity (adaLN-Zero, arXiv:2212.09748). If false they start like other linears."""
 
     @property
     def token_width(self) -> int:
@@ -64,8 +64,8 @@ class FlowConfig:
     time_std: float = numerics(1.0, least=0)
     """Its standard deviation."""
     base_shift: float = numerics(0.5)
-    """Times move towards noise by ``e^s t / (1 + (e^s - 1) t)``: s for pictures of 256 tokens (256 x 256
-    pixels). 0 for both shifts leaves them."""
+    """Times move towards noise by ``e^s t / (1 + (e^s - 1) t)``: s for pictures of 256 tokens (256
+    x 256 pixels). 0 for both shifts leaves them."""
     max_shift: float = numerics(1.15)
     """s for pictures of 4096 tokens (1024 x 1024 pixels); linear in the number of tokens."""
     caption_dropout: float = numerics(0.1, least=0, most=1)
@@ -100,8 +100,8 @@ class SamplingConfig:
     guidance: float = label(3.5, least=0)
     """Strength of guidance for models with ``model.options.guidance``, such as FLUX.1-dev."""
     cfg: float = label(1.0, least=0)
-    """Weight of classifier-free guidance (arXiv:2207.12598), with a second pass for the empty caption; 1:
-    none."""
+    """Weight of classifier-free guidance (arXiv:2207.12598), with a second pass for the empty
+    caption; 1: none."""
     shift: bool = label(True)
     """Whether times are shifted towards noise as in training (``training.objective_options``).
     FLUX.1-schnell needs false."""

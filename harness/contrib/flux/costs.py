@@ -180,8 +180,8 @@ class FluxCosts(Costs):
 
 
 def _modulated(name: str, width: float) -> tuple[SavedTensor, ...]:
-    """LayerNorm without weights, scaled and shifted: its input and statistics, the normed stream, the result
-    that linears take."""
+    """LayerNorm without weights, scaled and shifted: its input and statistics, the normed stream,
+    the result that linears take."""
     return (
         SavedTensor(f"{name}.in", width, STREAM),
         SavedTensor(f"{name}.mean and rstd", 2, STREAM, "float32"),

@@ -35,8 +35,8 @@ class ImageBatch(NamedTuple):
     """
 
     mean_BCHW: Tensor
-    """Mean of the autoencoder's posterior, shifted and scaled for the model, float32. C: channels of the
-    autoencoder; H, W: height and width of the picture / 8."""
+    """Mean of the autoencoder's posterior, shifted and scaled for the model, float32. C: channels
+    of the autoencoder; H, W: height and width of the picture / 8."""
     std_BCHW: Tensor | None
     """Standard deviation of the same, scaled; None: the mean is used as it is."""
     text_BLD: Tensor
@@ -45,8 +45,8 @@ class ImageBatch(NamedTuple):
     pooled_BP: Tensor
     """Embedding of the caption (CLIP)."""
     numbers_B: Tensor
-    """Number of each row's sample, ``step * global_batch_size + row``: noise and times are functions of the
-    seed and this number. int64, always in host memory."""
+    """Number of each row's sample, ``step * global_batch_size + row``: noise and times are
+    functions of the seed and this number. int64, always in host memory."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -196,8 +196,8 @@ def normals(
 
 
 class FlowLoss(Loss):
-    """Squared error of the prediction, mean over a token's values, summed over the pictures' tokens and
-    divided by ``denominator``, their number in the optimizer step."""
+    """Squared error of the prediction, mean over a token's values, summed over the pictures' tokens
+    and divided by ``denominator``, their number in the optimizer step."""
 
     def __call__(self, predicted_BIP: Tensor, target_BIP: Tensor) -> Tensor:
         """Map predictions and targets [B, I, P] to a float32 scalar."""

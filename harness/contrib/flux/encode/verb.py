@@ -36,8 +36,8 @@ class EncodeConfig:
     validation_samples: int = label(64, least=1)
     """drawn_shapes: number of pictures for validation."""
     workers: int | None = label(None, least=1)
-    """Number of processes, on SLURM of each task; each has a GPU of its own, if there are GPUs. Null: one for
-    each GPU, or 1."""
+    """Number of processes, on SLURM of each task; each has a GPU of its own, if there are GPUs.
+    Null: one for each GPU, or 1."""
     shards: int | None = label(None, least=1)
     """Number of parts; on SLURM one task each. The latents do not depend on it. Null: 1."""
     unit: int = label(512, least=1)

@@ -21,27 +21,27 @@ class PictureOptions:
     """Height and width in pixels. The shorter side is resized to it, and the longer side is
     cropped."""
     crop: str = numerics("center", choices=("center", "random"))
-    """The part of the longer side that is kept: the center, or a random part, which depends on the seed and
-    the sample number. Validation keeps the center."""
+    """The part of the longer side that is kept: the center, or a random part, which depends on the
+    seed and the sample number. Validation keeps the center."""
     image_field: str = numerics("image", nonempty=True)
     """hub_pictures: the column with the pictures."""
     caption_field: str = numerics("text", nonempty=True)
-    """hub_pictures: the column with the captions. pictures: the field of a .json file beside a picture, which
-    is read if there is no .txt file."""
+    """hub_pictures: the column with the captions. pictures: the field of a .json file beside a
+    picture, which is read if there is no .txt file."""
     on_error: str = numerics("strict", choices=("strict", "skip"))
     """A picture that cannot be decoded: `strict` ends the run with an error, `skip` takes the next
     one."""
     autoencoder: str = numerics(PATCHES, nonempty=True)
-    """`patches` (each square of pixels is a latent: exact and without weights, for debugging), or the folder
-    of an AutoencoderKL of diffusers."""
+    """`patches` (each square of pixels is a latent: exact and without weights, for debugging), or
+    the folder of an AutoencoderKL of diffusers."""
     patch: int = numerics(4, least=1)
     """patches: side of a square in pixels. A latent has 3 * patch ** 2 channels."""
     text: str = numerics(WORDS, choices=(WORDS, T5_CLIP))
-    """`words` (a fixed random vector for each word and for each position, for debugging) or `t5_clip` (T5 for
-    the text embeddings, CLIP for the pooled one)."""
+    """`words` (a fixed random vector for each word and for each position, for debugging) or
+    `t5_clip` (T5 for the text embeddings, CLIP for the pooled one)."""
     t5: str | None = numerics(None)
-    """t5_clip: folder of a T5EncoderModel of transformers. Its tokenizer is in the same folder, or in that of
-    the same name with `tokenizer` in place of `text_encoder`."""
+    """t5_clip: folder of a T5EncoderModel of transformers. Its tokenizer is in the same folder, or
+    in that of the same name with `tokenizer` in place of `text_encoder`."""
     clip: str | None = numerics(None)
     """t5_clip: folder of a CLIPTextModel of transformers, likewise."""
     text_length: int = numerics(16, least=1)
@@ -52,8 +52,8 @@ class PictureOptions:
     dtype: str = numerics("bfloat16", choices=("float32", "bfloat16"))
     """Format in which encoders with weights compute."""
     format: str = numerics("auto", choices=("auto", "files", "webdataset"))
-    """pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
-    files), or `auto` (by extension)."""
+    """pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with
+    the same files), or `auto` (by extension)."""
 
     @property
     def has_weights(self) -> bool:
