@@ -70,18 +70,18 @@ def render(plan: Plan) -> str:
 
 def in_short(plan: Plan) -> dict[str, Any]:
     """The figures by which plans are compared, and what all steps cost; None if unknown."""
-    speed = plan.speed
     tokens = tokens_of(plan.job)
     of_speed = ("step_seconds", "tokens_per_second_per_rank", "mfu")
     return {
         "fits": plan.fits,
         "memory_peak": plan.peak,
-        **{name: None if speed is None else getattr(speed, name) for name in of_speed},
+        **{name: getattr(plan.speed, name, None) for name in of_speed},
         "parameters": plan.accounting.parameters,
         "non_embedding_parameters": count(plan.job.model, "non_embedding"),
         "tokens": tokens,
         "flops": plan.accounting.flops_per_token_full * tokens,
-        **{name: getattr(plan, name) for name in ("gpu_hours", "dollars")},
+        "gpu_hours": plan.gpu_hours,
+        "dollars": plan.dollars,
     }
 
 
@@ -122,8 +122,12 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "speed": speed,
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
-        "budget": {"steps": job.steps, "tokens": tokens_of(job)}
-        | {name: getattr(plan, name) for name in ("gpu_hours", "dollars")},
+        "budget": {
+            "steps": job.steps,
+            "tokens": tokens_of(job),
+            "gpu_hours": plan.gpu_hours,
+            "dollars": plan.dollars,
+        },
         "bands": {of: band and band._asdict() for of, band in bands_of(plan).items()},
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,

@@ -70,6 +70,15 @@ class RehearsalFailure:
     """Step in which it failed, from 0; None if the model was being built."""
 
 
+_LISTS: dict[str, type] = {
+    "products": Product,
+    "collectives": CollectiveCount,
+    "waits": Wait,
+    "copies": Copy,
+}
+"""Lists of figures, and what is in them."""
+
+
 @dataclass
 class RankFigures:
     """One rank's last step, and its peak memory over all steps."""
@@ -132,10 +141,8 @@ class RankFigures:
     def from_plain(cls, plain: dict[str, Any]) -> RankFigures:
         """Build from the output of ``dataclasses.asdict``."""
         figures = cls(**plain)
-        figures.products = [Product(**product) for product in plain["products"]]
-        figures.collectives = [CollectiveCount(**count) for count in plain["collectives"]]
-        figures.waits = [Wait(**wait) for wait in plain["waits"]]
-        figures.copies = [Copy(**copy) for copy in plain["copies"]]
+        for name, kind in _LISTS.items():
+            setattr(figures, name, [kind(**each) for each in plain[name]])
         if plain["failure"] is not None:
             figures.failure = RehearsalFailure(**plain["failure"])
         return figures

@@ -34,12 +34,8 @@ def predicted(
     from harness.tools.plan.make import make_plan
 
     plan = make_plan(job if cluster is None else job.on_accelerator_of(cluster), calibration)
-    found: Row = {}
-    for name in (RATE, "mfu", "step_seconds"):
-        found[name] = None if plan.speed is None else getattr(plan.speed, name)
-    found[MEMORY] = plan.peak / GIB
-    found["fits"] = plan.fits
-    return found
+    of_speed = {name: getattr(plan.speed, name, None) for name in (RATE, "mfu", "step_seconds")}
+    return {**of_speed, MEMORY: plan.peak / GIB, "fits": plan.fits}
 
 
 def machine_of(row: Row) -> ClusterConfig | None:

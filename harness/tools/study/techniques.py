@@ -42,9 +42,11 @@ class ConvergeConfig:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError("converge.seeds", self.seeds, "needs seeds, each once", "[1,2,3]")
         for name in ("techniques", "expert_techniques"):
-            if changes := getattr(self, name).get(CONTROL):
+            known = getattr(self, name)
+            if CONTROL in known:
                 rule = "this is the name of the job itself"
-                raise ConfigError(f"converge.{name}.{CONTROL}", changes, rule, "another name")
+                field = f"converge.{name}.{CONTROL}"
+                raise ConfigError(field, known[CONTROL], rule, "another name")
         if 2 * self.smooth_steps > job.steps:
             rule = f"must be at most half of training.steps={job.steps}"
             raise ConfigError(
@@ -88,9 +90,6 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
     """Compose the control and the techniques, in this order."""
     config = job.converge
     known = config.techniques | (config.expert_techniques if job.model.moe.enabled else {})
-    if CONTROL in known:
-        rule = "this is the name of the job itself"
-        raise ConfigError(f"converge.techniques.{CONTROL}", known[CONTROL], rule, "another name")
     for name in config.only:
         if name not in known:
             raise ConfigError("converge.only", name, "no such technique", sorted(known))
