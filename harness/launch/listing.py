@@ -9,23 +9,23 @@ from harness.launch.state import RunState
 from harness.launch.sweep.folder import Point, Skipped, names_of
 from harness.metrics.window import THROUGHPUT
 from harness.run.folder import RunFolder
-from harness.util.tables import Column, Table
+from harness.util.tables import Column, Table, columns_of
 from harness.util.words import shortened
 
 LONGEST_REASON = 110
 GOODPUT_SECONDS = 600.0
 """Goodput of less time is that of starting."""
-COLUMNS = (
-    Column("run", "run"),
-    Column("age", "age"),
-    Column("state", "state"),
-    Column("progress", "step", str),
-    Column("tokens_per_second", "tokens/s", ",.0f"),
-    Column("tokens_per_second_per_rank", "tokens/s/rank", ",.1f"),
-    Column("mfu", "MFU", ".1%"),
-    Column("memory_gib", "memory GiB", ".2f"),
-    Column("loss", "loss", ".4f"),
-)
+COLUMNS = columns_of("""
+    run                         run
+    age                         age
+    state                       state
+    progress                    step           s
+    tokens_per_second           tokens/s       ,.0f
+    tokens_per_second_per_rank  tokens/s/rank  ,.1f
+    mfu                         MFU            .1%
+    memory_gib                  memory GiB     .2f
+    loss                        loss           .4f
+""")
 # Columns of result.json that every list has.
 _SHOWN = ("loss", "window.tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib")
 

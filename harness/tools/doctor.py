@@ -24,7 +24,7 @@ from harness.train.process import importing_torch, refuse_launched
 from harness.util.errors import EXIT_OK, EXIT_USER, LONGEST_VALUE, ConfigError, MachineError
 from harness.util.hardware import Accelerator, node_name
 from harness.util.processes import cpus
-from harness.util.tables import Column, Table, to_text
+from harness.util.tables import Table, columns_of, to_text
 
 HELP = """`harness doctor`: look at a machine, and say what works, what does not, and what to do.
 
@@ -38,12 +38,12 @@ Exit code 0: nothing fails that training needs; 2: something does.
 OK = "ok"
 WARN = "warn"
 FAIL = "fail"
-COLUMNS = (
-    Column("what", "what"),
-    Column("found", "found"),
-    Column("verdict", "verdict"),
-    Column("advice", "what to do"),
-)
+COLUMNS = columns_of("""
+    what     what
+    found    found
+    verdict  verdict
+    advice   what to do
+""")
 GIB = 2**30
 HUB_SECONDS = 3
 REDUCED_BYTES = GIB

@@ -176,14 +176,14 @@ def _html_table(table: Table) -> str:
     lines = [f"<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>"]
     largest = {}
     for column in columns:
-        if column.has_bars:
+        if column.key in table.bars:
             largest[column.key] = max((row.get(column.key) or 0 for row in table.rows), default=0)
     for row, texts in zip(table.rows, table.cells(), strict=True):
         cells = ""
         for column, kind, text in zip(columns, kinds, texts, strict=True):
             value = row.get(column.key)
             bar = ""
-            if column.has_bars and value:
+            if column.key in table.bars and value:
                 bar = f' style="--share: {value / largest[column.key]:.0%}"'
             data = "" if value is None else html.escape(str(value))
             cells += f'<td{kind}{bar} data-value="{data}">{_code(text)}</td>'

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from harness.util.files import write_atomically
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Colours that can be distinguished with any kind of colour blindness (Okabe and Ito).
@@ -38,15 +37,6 @@ def new_panels(
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
     return figure, panels
-
-
-def draw_band(
-    axis: Axes, places: Any, lines: Sequence[Sequence[float]], color: str, **style: Any
-) -> None:
-    """Draw a line, and if a lowest and a highest one follow it, the band between these."""
-    axis.plot(places, lines[0], color=color, **style)
-    if len(lines) > 1:
-        axis.fill_between(places, lines[1], lines[2], color=color, alpha=0.25, linewidth=0)
 
 
 def save(figure: Figure, path: Path, title: str = "", handles: Sequence[Any] = ()) -> None:

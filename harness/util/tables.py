@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,8 +24,11 @@ class Column:
     heading: str
     form: str | Callable[[Any], str] = ""
     """Form of its numbers, which are aligned to the right; empty: text."""
-    has_bars: bool = False
-    """Whether a page shows the share of the column's largest value as a bar."""
+
+
+def columns_of(table: str) -> list[Column]:
+    """Columns of a text with a line for each: key, heading and form, two spaces or more apart."""
+    return [Column(*re.split(" {2,}", line.strip())) for line in table.strip().splitlines()]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Table:
     """Value in the first column of the row to highlight."""
     missing: str = MISSING
     """Text of unknown values."""
+    bars: Collection[str] = ()
+    """Keys of columns of which a page shows the share of the largest value as a bar."""
 
     @classmethod
     def of_cells(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit, Frontier
-from harness.util.plots import COLORS, draw_band, new_panels, save, ticks
+from harness.util.plots import COLORS, new_panels, save, ticks
 from harness.util.words import counted
 
 if TYPE_CHECKING:
@@ -34,9 +34,12 @@ def draw_law(
     if law.law is COMPUTE:
         grid = np.geomspace(0.7 * min(flops + others), 1.5 * max(flops + others), _POINTS)
         curve = law.predict([[each] for each in grid])
-        lines = [[getattr(each, name) for each in curve] for name in ("value", "low", "high")]
+        value, low, high = (
+            [getattr(each, name) for each in curve] for name in ("value", "low", "high")
+        )
         words = f"fit, with its {LEVEL:.0%} interval"
-        draw_band(axis, grid, lines, COLORS["predicted"], label=words)
+        axis.plot(grid, value, color=COLORS["predicted"], label=words)
+        axis.fill_between(grid, low, high, color=COLORS["predicted"], alpha=0.25, linewidth=0)
     else:
         fitted = [run["fitted"] for run in runs]
         axis.scatter(flops, fitted, color=COLORS["predicted"], marker="_", s=90, label="fit")

@@ -26,7 +26,7 @@ from harness.tools.report.power_laws import (
 )
 from harness.util.document import Block, Document, Figure
 from harness.util.errors import UserError
-from harness.util.tables import Column, Table
+from harness.util.tables import Table, columns_of
 from harness.util.words import counted as in_units
 
 COLLINEAR = 2.0
@@ -42,39 +42,41 @@ VALIDATION = "validation_loss"
 SAME_DATA = ("data.", "tokenizer.", "training.seq_len")
 """Fields that are the same in all runs, or their losses cannot be compared."""
 
-_RUNS = (
-    Column("point", "run"),
-    Column("N", "parameters", ",d"),
-    Column("D", "tokens", ",d"),
-    Column("ratio", "tokens per parameter", ".1f"),
-    Column("C", "FLOPs", ".3g"),
-    Column("loss", "loss", ".4f"),
-    Column("fitted", "fitted", ".4f"),
-    Column("error", "loss / fitted - 1", "+.2%"),
-)
-_FORECASTS = (
+_RUNS = columns_of("""
+    point   run
+    N       parameters            ,d
+    D       tokens                ,d
+    ratio   tokens per parameter  .1f
+    C       FLOPs                 .3g
+    loss    loss                  .4f
+    fitted  fitted                .4f
+    error   loss / fitted - 1     +.2%
+""")
+_FORECASTS = [
     *_RUNS[:5],
-    Column("predicted", "predicted", ".4f"),
-    Column("low", "low", ".4f"),
-    Column("high", "high", ".4f"),
-    Column("loss", "measured", ".4f"),
-    Column("error", "measured / predicted - 1", "+.2%"),
-    Column("inside", "in the interval"),
-)
-_PARAMETERS = (
-    Column("name", "parameter"),
-    Column("value", "value", ".5g"),
-    Column("low", "low", ".5g"),
-    Column("high", "high", ".5g"),
-)
-_PARABOLAS = (
-    Column("C", "FLOPs", ".3g"),
-    Column("sizes", "runs", "d"),
-    Column("N", "best N"),
-    Column("D", "best D"),
-    Column("loss", "lowest loss", ".4f"),
-    Column("reason", "why not"),
-)
+    *columns_of("""
+    predicted  predicted                 .4f
+    low        low                       .4f
+    high       high                      .4f
+    loss       measured                  .4f
+    error      measured / predicted - 1  +.2%
+    inside     in the interval
+"""),
+]
+_PARAMETERS = columns_of("""
+    name   parameter
+    value  value      .5g
+    low    low        .5g
+    high   high       .5g
+""")
+_PARABOLAS = columns_of("""
+    C       FLOPs        .3g
+    sizes   runs         d
+    N       best N
+    D       best D
+    loss    lowest loss  .4f
+    reason  why not
+""")
 
 
 @dataclass(frozen=True)

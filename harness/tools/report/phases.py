@@ -18,7 +18,7 @@ from harness.tools.report.runs import layout_and_schedule
 from harness.util.document import Block, Document, Figure
 from harness.util.errors import UserError
 from harness.util.plots import new_panels, save
-from harness.util.tables import Column, Table
+from harness.util.tables import Table, columns_of
 from harness.util.words import plural
 
 FOLDER = "phases"
@@ -53,32 +53,32 @@ _COLORS = {
 _PASSES = ("forward.", "backward.")
 _WAITS = ("dp", "tp", "cp", "ep", "pp", "sums")
 _MOST_RANKS = 64
-_OF_PARTS = (
-    Column("part", "part"),
-    Column("seconds", "measured s", ".4f"),
-    Column("share", "share", ".1%"),
-    Column("planned", "plan s", ".4f"),
-    Column("ratio", "measured / plan", ".2f"),
-)
-_OF_PHASES = (
-    Column("stage", "stage"),
-    Column("phase", "phase"),
-    Column("seconds", "mean s", ".4f"),
-    Column("share", "share", ".1%"),
-    Column("least", "least s", ".4f"),
-    Column("most", "most s", ".4f"),
-    Column("rank", "on rank"),
-)
-_OF_RANKS = (
-    Column("rank", "rank"),
-    Column("stage", "stage"),
-    Column("host", "host"),
-    Column("device", "device"),
-    Column("own", "computes s", ".4f"),
-    Column("queued", "waits for a core s", ".4f"),
-    Column("waits", "waits for ranks s", ".4f"),
-    Column("excess", "over the stage's median", "+.1%"),
-)
+_OF_PARTS = columns_of("""
+    part     part
+    seconds  measured s       .4f
+    share    share            .1%
+    planned  plan s           .4f
+    ratio    measured / plan  .2f
+""")
+_OF_PHASES = columns_of("""
+    stage    stage
+    phase    phase
+    seconds  mean s   .4f
+    share    share    .1%
+    least    least s  .4f
+    most     most s   .4f
+    rank     on rank
+""")
+_OF_RANKS = columns_of("""
+    rank    rank
+    stage   stage
+    host    host
+    device  device
+    own     computes s               .4f
+    queued  waits for a core s       .4f
+    waits   waits for ranks s        .4f
+    excess  over the stage's median  +.1%
+""")
 
 
 def part_of(phase: str) -> str:

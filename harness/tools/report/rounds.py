@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from harness.config.fields import with_value
 from harness.launch.rows import Row, job_of
 from harness.tools.report.predictions import RATE
-from harness.util.tables import Column, Table
+from harness.util.tables import Table, columns_of
 
-_COLUMNS = (
-    Column("point", "run"),
-    Column("rounds", "rounds", "d"),
-    Column(RATE, "tokens/s/rank, median", ",.1f"),
-    Column("range", "range"),
-    Column("step_seconds", "step, seconds", ".4g"),
-    Column("first_step_seconds", "to the first step, seconds", ".1f"),
-    Column("memory_gib", "memory, GiB", ".2f"),
-    Column("mfu", "MFU", ".1%"),
-    Column("mfu_causal", "MFU, causal half", ".1%"),
-    Column("ratio", "tokens/s over the first's", ".3f"),
-    Column("ratio_range", "range of the ratio"),
-)
+_COLUMNS = columns_of(f"""
+    point               run
+    rounds              rounds                      d
+    {RATE}              tokens/s/rank, median       ,.1f
+    range               range
+    step_seconds        step, seconds               .4g
+    first_step_seconds  to the first step, seconds  .1f
+    memory_gib          memory, GiB                 .2f
+    mfu                 MFU                         .1%
+    mfu_causal          MFU, causal half            .1%
+    ratio               tokens/s over the first's   .3f
+    ratio_range         range of the ratio
+""")
 _MEDIANS = {
     RATE: f"measured.{RATE}",
     "step_seconds": "measured.step_seconds",

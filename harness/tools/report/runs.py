@@ -15,7 +15,7 @@ from harness.tools.report.heat_maps import maps_of
 from harness.tools.report.predictions import MEMORY, RATE, errors_in_words
 from harness.tools.report.rounds import tables_of_rounds
 from harness.util.document import Block, Document
-from harness.util.tables import Column, Table
+from harness.util.tables import Column, Table, columns_of
 from harness.util.words import plural, shortened
 
 # Most characters of a list of fields that is shown.
@@ -31,29 +31,29 @@ The pointer reads the nearest point."""
 _THINNED = """The curves are thinned: a point is the mean of several rows, with a band from the lowest to \
 the highest."""
 
-_OF_RUNS = (
-    Column("point", "run"),
-    Column("layout", "layout"),
-    Column("world_size", "ranks", ",d"),
-    Column(f"measured.{RATE}", "tokens/s/rank", ",.1f", has_bars=True),
-    Column("measured.spread", "spread", ".1%"),
-    Column(f"predicted.{RATE}", "predicted", ",.1f"),
-    Column(f"delta.{RATE}", "error", "+.1%"),
-    Column("measured.mfu", "MFU", ".1%"),
-    Column("predicted.mfu", "MFU, predicted", ".1%"),
-    Column(f"measured.{MEMORY}", "memory, GiB", ".2f", has_bars=True),
-    Column(f"predicted.{MEMORY}", "memory, predicted", ".2f"),
-    Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
-    Column(f"torchtitan.{RATE}", "torchtitan, tokens/s/rank", ",.1f"),
-    Column("loss", "loss", ".4f"),
-    Column("best_validation_loss", "lowest validation loss", ".4f"),
-)
-_STATES = (
-    Column("state", "state"),
-    Column("slow", "slow ranks"),
-    Column("kind", "class"),
-    Column("reason", "reason"),
-)
+_OF_RUNS = columns_of(f"""
+    point                 run
+    layout                layout
+    world_size            ranks                      ,d
+    measured.{RATE}       tokens/s/rank              ,.1f
+    measured.spread       spread                     .1%
+    predicted.{RATE}      predicted                  ,.1f
+    delta.{RATE}          error                      +.1%
+    measured.mfu          MFU                        .1%
+    predicted.mfu         MFU, predicted             .1%
+    measured.{MEMORY}     memory, GiB                .2f
+    predicted.{MEMORY}    memory, predicted          .2f
+    delta.{MEMORY}        error of memory            +.1%
+    torchtitan.{RATE}     torchtitan, tokens/s/rank  ,.1f
+    loss                  loss                       .4f
+    best_validation_loss  lowest validation loss     .4f
+""")
+_STATES = columns_of("""
+    state   state
+    slow    slow ranks
+    kind    class
+    reason  reason
+""")
 
 
 def report_runs(
@@ -122,7 +122,8 @@ def _runs(rows: Sequence[Row]) -> Table:
         Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in evaluated_columns(rows)
     ]
     columns = (*_OF_RUNS, *evaluated, *_STATES)
-    return Table(columns, [*ordered, *skipped], "Runs", notes, best)
+    bars = (f"measured.{RATE}", f"measured.{MEMORY}")
+    return Table(columns, [*ordered, *skipped], "Runs", notes, best, bars=bars)
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:

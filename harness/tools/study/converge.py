@@ -25,7 +25,7 @@ from harness.tools.study.techniques import (
 )
 from harness.util.document import Document
 from harness.util.errors import EXIT_OK, STOPPED, UserError
-from harness.util.tables import Column, Table, to_text
+from harness.util.tables import Table, columns_of, to_text
 from harness.util.words import plural
 
 HELP = """`harness converge`: show that techniques train as well as a control.
@@ -41,21 +41,21 @@ SKIPPED = "skipped"
 FAILED = "failed"
 INCOMPLETE = "incomplete"
 
-COLUMNS = (
-    Column("technique", "technique"),
-    Column("ranks", "ranks", "d"),
-    Column("seeds", "seeds", "d"),
-    Column("final loss", "final loss", ".4f"),
-    Column("final loss difference", "difference", "+z.2%"),
-    Column("final loss interval", "interval of difference"),
-    Column("learning speed difference", "learning speed", "+z.2%"),
-    Column("learning speed interval", "interval of speed"),
-    Column("gradient norm difference", "gradient norm", "+z.2%"),
-    Column("gradient norm interval", "interval of norm"),
-    Column("verdict", "verdict"),
-    Column("reason", "reason"),
-    Column("overrides", "overrides"),
-)
+COLUMNS = columns_of("""
+    technique                  technique
+    ranks                      ranks                   d
+    seeds                      seeds                   d
+    final loss                 final loss              .4f
+    final loss difference      difference              +z.2%
+    final loss interval        interval of difference
+    learning speed difference  learning speed          +z.2%
+    learning speed interval    interval of speed
+    gradient norm difference   gradient norm           +z.2%
+    gradient norm interval     interval of norm
+    verdict                    verdict
+    reason                     reason
+    overrides                  overrides
+""")
 SHORT = tuple(each for each in COLUMNS if not each.key.endswith(("interval", "overrides")))
 """Columns of the table on the terminal."""
 

@@ -22,7 +22,7 @@ from harness.util.encoding import dumps
 from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.files import write_atomically
 from harness.util.plots import COLORS, new_panels, save
-from harness.util.tables import Column, Table, to_text
+from harness.util.tables import Table, columns_of, to_text
 from harness.util.words import plural
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ LOGITS = ("logits", "router logits")
 """Kinds of modules whose number of outputs does not depend on the width of the model."""
 OF_LOGITS = 0.5
 """Exponent of the inverse power of the width that a change of logits may follow."""
-_COLUMNS = (
-    Column("module", "module"),
-    Column("slope", "exponent", "+.2f"),
-    Column("step", "at step", "d"),
-    Column("change_slope", "of change", "+.2f"),
-    Column("word", "verdict"),
-)
+_COLUMNS = columns_of("""
+    module        module
+    slope         exponent   +.2f
+    step          at step    d
+    change_slope  of change  +.2f
+    word          verdict
+""")
 _INCHES = 2.3
 """Side of a panel."""
 _ROWS = (("rms", "RMS of activations"), ("change", "RMS of change since step 0"))
