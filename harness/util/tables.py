@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from harness.util.words import MISSING, formatted
+from harness.util.words import MISSING, counted, dollars, figure, formatted, gib, seconds
 
 Row = Mapping[str, Any]
 
@@ -26,9 +26,21 @@ class Column:
     """Form of its numbers, which are aligned to the right; empty: text."""
 
 
+# Functions that are forms, by name.
+_FORMS = {form.__name__: form for form in (counted, dollars, figure, gib, seconds)}
+
+
 def columns_of(table: str) -> list[Column]:
-    """Columns of a text with a line for each: key, heading and form, two spaces or more apart."""
-    return [Column(*re.split(" {2,}", line.strip())) for line in table.strip().splitlines()]
+    """Columns of a text with a line for each: key, heading and form, two spaces or more apart.
+
+    A form is a format spec, or the name of a function of ``harness/util/words.py``.
+    """
+    columns = []
+    for line in table.strip().splitlines():
+        key, heading, *form = re.split(" {2,}", line.strip())
+        name = "".join(form)
+        columns.append(Column(key, heading, _FORMS.get(name, name)))
+    return columns
 
 
 @dataclass(frozen=True)
@@ -117,11 +129,3 @@ def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
     """Format pairs of name and text as aligned lines."""
     width = max(len(name) for name, _ in facts)
     return "".join(f"{name:<{width}}  {text}\n" for name, text in facts)
-
-
-def aligned(
-    rows: Sequence[Mapping[str, str]], left: Collection[str] = (), *, indent: str = "  "
-) -> str:
-    """Format cells of text for the terminal: equal columns in all rows, those in ``left`` to the left."""
-    columns = [Column(name, name, "" if name in left else str) for name in rows[0]]
-    return to_text(Table(columns, rows, missing=""), indent)

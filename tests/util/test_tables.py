@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 from harness.util.document import Document, Figure, Markup, to_html
-from harness.util.tables import Column, Table, aligned, to_csv, to_text
+from harness.util.tables import Column, Table, columns_of, to_csv, to_text
 from harness.util.words import seconds
 
 TABLE = Table(
@@ -58,7 +58,13 @@ def test_text():
         "- two",
     ]
     assert to_text(Table(TABLE.columns, [])) == ""
-    assert aligned([{"a": "1", "b": "", "c": "x"}], left=("c",)) == "  a  c\n  1  x\n"
+    columns = columns_of("""
+        a  the a  .1f
+        b  b      gib
+        c  c
+    """)
+    row = {"a": 1, "b": 2**30, "c": "x"}
+    assert to_text(Table(columns, [row])) == "the a     b  c\n  1.0  1.00  x\n"
 
 
 def test_csv_has_the_values():

@@ -19,7 +19,7 @@ from harness.tools.inference.inference import InferenceJob, is_first, run_on_ran
 from harness.tools.inference.tasks import SPLITS, Documents, Setting
 from harness.util.encoding import dumps, flatten
 from harness.util.errors import EXIT_OK, ConfigError, MachineError, UserError
-from harness.util.tables import aligned
+from harness.util.tables import Table, columns_of, to_text
 from harness.weights.detect import WeightFolder, choose_data
 
 HELP = """`harness evaluate`: evaluate the weights of a run, a checkpoint, or safetensors.
@@ -30,6 +30,13 @@ Every layout computes the same metrics.
     harness evaluate checkpoint=... data=local_text 'data.paths=[book.txt]' evaluate.split=all
     harness evaluate checkpoint=... 'evaluate.tasks=[lm_eval:hellaswag]' parallelism=fsdp --json
 """
+
+
+_COLUMNS = columns_of("""
+    task    task
+    metric  metric
+    value   value   s
+""")
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ def table(results: Sequence[tuple[str, Metrics]]) -> str:
     for task, metrics in results:
         for name, value in metrics.items():
             lines.append({"task": task, "metric": name, "value": shown(value)})
-    return aligned(lines, left=("task", "metric"), indent="")
+    return to_text(Table(_COLUMNS, lines, missing=""))
 
 
 def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:

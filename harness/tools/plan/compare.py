@@ -20,7 +20,7 @@ from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import PARTS, Plan, Speed
 from harness.tools.plan.render import as_dict, devices, figure_columns, in_short, mesh_of, part_name
 from harness.util.errors import ConfigError, UserError, as_typed
-from harness.util.tables import Column, Table, aligned_facts, to_text
+from harness.util.tables import Column, Table, aligned_facts, columns_of, to_text
 from harness.util.words import counted, dollars, figure, formatted, gib, seconds, shortened, summed
 
 REASON_CHARS = 120
@@ -30,6 +30,17 @@ NEGLIGIBLE = 1e-6
 ONE_PLAN = ("search", "rehearse", "calibrate", "picture", "against")
 """Fields that ask for more than a plan."""
 FITS = {None: "unknown", True: "yes", False: "NO"}
+
+_SIZES = columns_of("""
+    parameters                parameters  counted
+    non_embedding_parameters  non-emb.    counted
+    tokens                    tokens      counted
+    flops                     FLOPs       .3g
+""")
+_COSTS = columns_of("""
+    gpu_hours                 GPU-hours   figure
+    dollars                   price       dollars
+""")
 
 
 def compare(points: list[Composed]) -> Result:
@@ -76,17 +87,9 @@ def compare(points: list[Composed]) -> Result:
         Column("fits", "fits"),
     ]
     if sizes_differ:
-        columns += [
-            Column("parameters", "parameters", counted),
-            Column("non_embedding_parameters", "non-emb.", counted),
-            Column("tokens", "tokens", counted),
-            Column("flops", "FLOPs", ".3g"),
-        ]
+        columns += _SIZES
     if sizes_differ or any(figures["dollars"] is not None for figures in known):
-        columns += [
-            Column("gpu_hours", "GPU-hours", figure),
-            Column("dollars", "price", dollars),
-        ]
+        columns += _COSTS
     notes = []
     if sizes_differ:
         hours = "hours unknown"

@@ -11,26 +11,27 @@ from harness.model.scale import count
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.evidence import bands_of
 from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory
-from harness.util.tables import Column, Table, aligned_facts, to_text
+from harness.util.tables import Column, Table, aligned_facts, columns_of, to_text
 from harness.util.words import counted, dollars, figure, gib, plural, seconds
 
 _WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
-_TRAFFIC = [
-    *(Column(name, name) for name in ("axis", "collective")),
-    Column("ranks", "ranks", "d"),
-    Column("link", "link"),
-    Column("count", "count", ","),
-    Column("bytes", "GiB", gib),
-    Column("seconds", "time", seconds),
-    Column("exposed_seconds", "exposed", seconds),
-]
-_PHASES = [
-    Column("steps", "steps", str),
-    Column("batch_size", "sequences", ","),
-    Column("seq_len", "tokens each", ","),
-    Column("tokens", "tokens per step", counted),
-    Column("step_seconds", "a step", seconds),
-]
+_TRAFFIC = columns_of("""
+    axis             axis
+    collective       collective
+    ranks            ranks            d
+    link             link
+    count            count            ,
+    bytes            GiB              gib
+    seconds          time             seconds
+    exposed_seconds  exposed          seconds
+""")
+_PHASES = columns_of("""
+    steps            steps            s
+    batch_size       sequences        ,
+    seq_len          tokens each      ,
+    tokens           tokens per step  counted
+    step_seconds     a step           seconds
+""")
 
 
 def render(plan: Plan) -> str:
@@ -87,12 +88,12 @@ def in_short(plan: Plan) -> dict[str, Any]:
 
 def figure_columns(rate: str) -> list[Column]:
     """Columns of ``in_short`` in every table of plans; ``rate`` is the heading of tokens per second."""
-    return [
-        Column("memory_peak", "GiB", gib),
-        Column("step_seconds", "step", seconds),
-        Column("tokens_per_second_per_rank", rate, figure),
-        Column("mfu", "MFU", ".1%"),
-    ]
+    return columns_of(f"""
+        memory_peak                 GiB     gib
+        step_seconds                step    seconds
+        tokens_per_second_per_rank  {rate}  figure
+        mfu                         MFU     .1%
+    """)
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -21,11 +21,17 @@ from harness.tools.plan.render import (
 from harness.tools.plan.search import Candidate, Search
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
-from harness.util.tables import Column, Table, to_text
+from harness.util.tables import Column, Table, columns_of, to_text
 from harness.util.words import figure, gib, plural, shortened
 
 # Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
+_COLUMNS = columns_of("""
+    layout    layout
+    batch     microbatches  s
+    mode      recompute
+    schedule  schedule
+""")
 _SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
 
 
@@ -41,14 +47,7 @@ def render_search(found: Search) -> str:
     kept = sorted(field for field in found.space.typed if field.startswith(_SEARCHED))
     if kept:
         head += f"kept as typed: {', '.join(kept)}\n"
-    columns = [
-        Column("name", ""),
-        Column("layout", "layout"),
-        Column("batch", "microbatches", str),
-        Column("mode", "recompute"),
-        Column("schedule", "schedule"),
-        *figure_columns("tokens/s per GPU"),
-    ]
+    columns = [Column("name", ""), *_COLUMNS, *figure_columns("tokens/s per GPU")]
     rows = [{"name": name, **_row(candidate)} for name, candidate in found.shown.items()]
     table = to_text(Table(columns, rows, missing=""), "  ")
     hours = "unknown" if plan.gpu_hours is None else figure(plan.gpu_hours)

@@ -12,7 +12,7 @@ from harness.tools.plan.plan import Plan
 from harness.tools.plan.render import mesh_of
 from harness.tools.plan.step_time import StepModel
 from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
-from harness.util.tables import aligned
+from harness.util.tables import Table, to_text
 from harness.util.words import gib, seconds
 
 SHOWN = 6
@@ -148,15 +148,10 @@ def _table(title: str, lines: Sequence[Quantity]) -> str:
         form = FORMS[line.unit]
         planned = "" if line.planned is None else form(line.planned)
         difference = "" if line.difference is None else f"{line.difference:+.1%}"
-        rows.append(
-            {
-                title: f"{line.name}{units.get(line.unit, '')}",
-                "rehearsed": form(line.rehearsed),
-                "planned": planned,
-                "difference": difference,
-            }
-        )
-    return aligned(rows, left={title})
+        name = f"{line.name}{units.get(line.unit, '')}"
+        rows.append((name, form(line.rehearsed), planned, difference))
+    headings = (title, "rehearsed", "planned", "difference")
+    return to_text(Table.of_cells(headings, rows, right=(1, 2, 3)), "  ")
 
 
 def _facts(plan: Plan, figures: RankFigures) -> list[str]:
