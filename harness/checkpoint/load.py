@@ -115,7 +115,7 @@ class CheckpointLoader(CheckpointedRun):
         if checkpoint.holds != "full":
             return state["train_state"]  # the run has completed
         excluded = self.config.exclude_from_loading
-        if written_by(self.job, checkpoint):
+        if written_by(self.job, checkpoint, self.run_dir):
             excluded = []  # this command excluded them when it started, and has saved its own since
         with opened(checkpoint, self.ranks) as reader:
             wanted = model_state(self.engine)

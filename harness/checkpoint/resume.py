@@ -76,11 +76,12 @@ def find_start(job: Job, run_dir: Path) -> Start:
         candidates.sort(key=lambda each: each.step, reverse=True)
     # A run cannot resume from weights alone. This job's own final weights mean that it has
     # completed.
+    own_id = RunFolder(run_dir).id_of(job)
     candidates = [
         each
         for each in candidates
         if each.holds == "full"
-        or (each.manifest.get("job_id") == job.id and each.step >= job.steps)
+        or (each.manifest.get("job_id") == own_id and each.step >= job.steps)
     ]
     newest = candidates[0].step if candidates else -1
     warnings = [
@@ -93,7 +94,7 @@ def find_start(job: Job, run_dir: Path) -> Start:
     if candidates:
         refuse_other_numerics(job, candidates[0])
         excludes = "train_state" in config.exclude_from_loading
-        if excludes and not written_by(job, candidates[0]):
+        if excludes and not written_by(job, candidates[0], run_dir):
             raise ConfigError(
                 "checkpoint.exclude_from_loading",
                 "train_state",
@@ -116,11 +117,11 @@ def find_start(job: Job, run_dir: Path) -> Start:
     return Start(warnings=[*warnings, *_notes_on_similar_runs(job, run_dir)])
 
 
-def written_by(job: Job, checkpoint: Checkpoint) -> bool:
-    """Whether the same job with the same loading options wrote a checkpoint."""
+def written_by(job: Job, checkpoint: Checkpoint, run_dir: Path) -> bool:
+    """Whether the same job with the same loading options wrote a checkpoint, in whatever layout."""
     manifest = checkpoint.manifest
     return (
-        manifest.get("job_id") == job.id
+        manifest.get("job_id") == RunFolder(run_dir).id_of(job)
         and manifest["options"] == job.checkpoint.options_of_loading()
     )
 

@@ -29,6 +29,7 @@ from harness.checkpoint.state import (
 )
 from harness.checkpoint.storage import Writer
 from harness.data.loader import merge_states
+from harness.run.folder import RunFolder
 from harness.util.errors import MachineError, UserError
 from harness.util.files import LockedError
 
@@ -264,7 +265,7 @@ class Saver(CheckpointedRun):
         return {
             "step": step,
             "holds": "full",
-            "job_id": self.job.id,
+            "job_id": RunFolder(self.run_dir).id_of(self.job),
             "created": time.time(),
             "world_size": self.job.world_size,
             "options": self.config.options_of_loading(),

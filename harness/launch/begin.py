@@ -7,13 +7,15 @@ from pathlib import Path
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.config.job import Job
-from harness.run.folder import LATEST, METRICS, RunFolder, run_folders
+from harness.launch.layouts import LAYOUTS, prepare
+from harness.run.folder import LATEST, LAYOUT, METRICS, RunFolder, run_folders
 from harness.run.result import EVALUATIONS, write_json_atomically
 from harness.util.errors import UserError
 
-DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
+DESCRIPTION = ("job.json", LAYOUTS, "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = (
     "result.json",
+    LAYOUT,
     "status.json",
     "errors",
     "logs",
@@ -51,6 +53,7 @@ def begin(
         seconds = folder.seconds()
         _archive_earlier_attempt(folder, job, (*DESCRIPTION, *PER_ATTEMPT))
         folder.describe(job, overrides)
+        prepare(job, folder.path)
         if others:
             write_json_atomically(folder.path / CONTINUES, {"folders": others})
         folder.set_status(state, earlier_seconds=seconds)

@@ -32,6 +32,8 @@ _TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
 # srun's messages when it ends the remaining ranks, because one has failed or the job is cancelled.
 _ENDING = re.compile(r"Terminating StepId|CANCELLED AT|Job step aborted|Force Terminated")
 
+# Of this machine, and in srun's words.
+_FROM_OUTSIDE = ("signal 9 ", "signal 15 ", "'Killed'", "'Terminated'")
 LOG_LINES_SHOWN = 8
 
 
@@ -59,12 +61,18 @@ class RankDied(MachineError):
         hint = (
             ": killed, probably out of memory" if how.strip("'").endswith("exit code 137") else hint
         )
+        self.how = how
         super().__init__(f"rank {rank} ended with {how}{hint}{tail}")
 
     @property
     def has_reason(self) -> bool:
         """Whether the cause of death is known."""
         return self.kind not in ("unknown", *VICTIMS)
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether another process ended the rank, and not for its memory."""
+        return self.how.startswith(_FROM_OUTSIDE) and self.kind != "out_of_memory"
 
     @classmethod
     def by_code(cls, rank: int, exit_code: int, memory_kills: int, logs: Path) -> RankDied:

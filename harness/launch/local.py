@@ -19,8 +19,9 @@ from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
+from harness.launch.losses import Loss, go_on, lost_ranks
 from harness.run.folder import RunFolder
-from harness.train.finish import finish_run
+from harness.train.finish import finish_run, ranks_in_words
 from harness.train.process import (
     CONTROLLER,
     StopRequest,
@@ -85,7 +86,15 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
             with stop_signals_interrupt():
                 code = run_rank(job, folder, started=started)
         else:
-            code = _run_ranks(job, folder, started)
+            with StopRequest(raises=False) as stop:
+                code, loss = _run_ranks(job, folder, started, stop)
+                while loss is not None:
+                    nodes = job.world_size - loss.nodes
+                    smaller = go_on(job, folder, code, loss, nodes)
+                    if smaller is None:
+                        break
+                    job = smaller
+                    code, loss = _run_ranks(job, folder, time.monotonic(), stop)
     except BaseException as error:
         # An error of launching; ranks record their own errors.
         code = folder.errors.record(None, error)["exit_code"]
@@ -125,9 +134,12 @@ def _running_threads() -> float:
         return inf
 
 
-def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
+def _run_ranks(
+    job: Job, folder: RunFolder, started: float, stop: StopRequest
+) -> tuple[int, Loss | None]:
+    """Run an attempt; return its exit code, and what it has lost if the run may go on without."""
     kills_before = count_memory_kills()
-    with StopRequest(raises=False) as stop, rendezvous_store() as port:
+    with rendezvous_store() as port:
         environment = {CONTROLLER: str(os.getpid()), **rank_environment(job, port, started)}
         with _started(job.world_size, folder.path, environment) as processes:
             ended = _supervise(job, processes, stop)
@@ -143,14 +155,19 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     ]
     record_dead(folder, dead)
     if EXIT_RESUMABLE in ended.values():
-        return EXIT_RESUMABLE  # all ranks have saved, or none has
+        return EXIT_RESUMABLE, None  # all ranks have saved, or none has
     if asked or EXIT_INTERRUPTED in ended.values():
-        return EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED, None
     left = record_left(folder, [rank for rank, code in ended.items() if code == EXIT_OK])
-    return next(
+    code = next(
         (code if code > 0 else EXIT_MACHINE for code in ended.values() if code),
         EXIT_MACHINE if left else EXIT_OK,
     )
+    if job.cluster.on_node_loss != "continue":
+        return code, None
+    ranks, how = lost_ranks(folder, dead)
+    words = f"{ranks_in_words(ranks)} {'were' if ranks[1:] else 'was'} lost: {how}"
+    return code, Loss(words, len(ranks)) if ranks else None
 
 
 def _supervise(

@@ -359,7 +359,7 @@ def _close_unless_held(lost: RunState, state: str | None) -> bool:
         now = read_state(lost.run_dir, Jobs([]))
         if now.state != "lost" or now.job_record != lost.job_record:
             return False
-        job = folder.read_job()
+        job = folder.attempt_job()
         code = EXIT_INTERRUPTED
         record = lost.job_record
         if record is not None:

@@ -30,10 +30,12 @@ _ONE_JOB = "a multirun (-m) starts the ranks of all its jobs; start it without t
 def train(job: Job, overrides: list[str]) -> int:
     """Train a job, as its controller or as one of its ranks; return the exit code."""
     folder = RunFolder(job.run_dir)
-    if job.cluster.on_node_loss == "continue":
-        rule = "no launcher goes on without a node yet; harness plan shows the layouts"
-        raise ConfigError("cluster.on_node_loss", "continue", rule, "requeue")
-    if launched_ranks() is not None:
+    is_launched = launched_ranks() is not None
+    if job.cluster.on_node_loss == "continue" and (is_launched or not job.cluster.is_here):
+        rule = "only ranks of this machine's own launcher go on without a node yet"
+        works = "requeue, or cluster=local without torchrun"
+        raise ConfigError("cluster.on_node_loss", "continue", rule, works)
+    if is_launched:
         from harness.launch.local import run_launched_rank
 
         if job.cluster.kind != "local":

@@ -74,6 +74,15 @@ class RunErrors:
 
     def first(self) -> dict[str, Any] | None:
         """The earliest error that is not a consequence of another rank's, or else the earliest of all."""
+        # A rank that lost a peer can write its error before the failing rank does.
+        return min(
+            self.all(),
+            key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]),
+            default=None,
+        )
+
+    def all(self) -> list[dict[str, Any]]:
+        """All errors of the attempt."""
         rows = list(self._unrecorded)
         for path in (self.run_dir / "errors").glob("*.json"):
             # Skip unreadable files: they must not hide the other errors.
@@ -81,10 +90,7 @@ class RunErrors:
                 row = parse_object(path.read_bytes())
                 if all(isinstance(row.get(name), kind) for name, kind in _FIELDS.items()):
                     rows.append({"rank": None, **row})
-        # A rank that lost a peer can write its error before the failing rank does.
-        return min(
-            rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None
-        )
+        return rows
 
     def _path(self, rank: int | None) -> Path:
         return self.run_dir / "errors" / ("controller.json" if rank is None else f"rank{rank}.json")

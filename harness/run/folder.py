@@ -2,6 +2,7 @@
 
     job.json overrides.txt code.json status.json metrics.jsonl metrics/ result.json checkpoints/
     errors/ logs/ evidence/ flight_recorder/ profile/ phases/ slurm/ attempts/ slow_ranks.json
+    layouts.json layout.json
 
 One process at a time writes the shared files: the controller before the ranks start and after they
 end, rank 0 in between. On SLURM the controller of an attempt is the batch process
@@ -21,12 +22,14 @@ from harness.config.job import Job
 from harness.metrics.jsonl import read_rows
 from harness.run.errors import RunErrors
 from harness.run.result import git_commit, read_result, versions, write_json_atomically
-from harness.util.encoding import parse_object
+from harness.util.encoding import parse_object, read_object
 from harness.util.errors import UserError
 from harness.util.files import LockedError, lock, write_atomically
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
+LAYOUT = "layout.json"
+"""Written for an attempt that goes on after a loss: its job, and what was lost."""
 BEGUN = ("starting", "running")
 """States of an attempt that has begun and not ended."""
 LOCK = ".lock"
@@ -200,6 +203,20 @@ class RunFolder:
             raise UserError(
                 f"{self.path}: no job.json; the folder was removed or never created"
             ) from None
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Content of ``layout.json``; empty for an attempt that does not go on after a loss."""
+        return self._read(LAYOUT)
+
+    def attempt_job(self) -> Job:
+        """Return the job of this attempt: that of ``layout.json`` if there is one, or the run's."""
+        path = self.path / LAYOUT
+        return Job.from_stored(read_object(path)["job"]) if path.is_file() else self.read_job()
+
+    def id_of(self, job: Job) -> str:
+        """Return the id of this attempt's job, or of the job that it is another layout of."""
+        return str(self.layout.get("id", job.id))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

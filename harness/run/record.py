@@ -16,6 +16,8 @@ from harness.util.errors import EXIT_OK, STOPPED
 COMPLETED = "completed"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
+# Columns that layout.json has.
+OF_LOSSES = ("losses", "lost_steps")
 
 
 def reason_of(exit_code: int) -> str:
@@ -62,12 +64,14 @@ class RunRecord:
                 last = {"step": 0, "tokens": 0, "loss": None, **self.folder.last_metrics}
                 facts = {name: last[name] for name in ("step", "tokens", "loss")}
             job = self.job
+            layout = self.folder.layout
             row = {
-                "id": job.id,
+                "id": self.folder.id_of(job),
                 "numerics_id": job.numerics_id,
                 "name": job.name,
                 **ending,
                 "world_size": job.world_size,
+                **{name: layout[name] for name in OF_LOSSES if name in layout},
                 "wall_seconds": self.folder.seconds(time.time()),
                 **facts,
                 "job": job.to_dict(),

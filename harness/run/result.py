@@ -21,6 +21,7 @@ from harness.util.files import write_atomically
 EVALUATIONS = "evaluations.jsonl"
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
 _GIT_SECONDS = 20
+GOES_ON = "`cluster.on_node_loss=continue`"
 RUN = (
     Metric("id", "hash", "Job id: hash of all numerics and execution fields."),
     Metric(
@@ -30,6 +31,8 @@ RUN = (
     Metric("exit_reason", "text", "`completed`, `interrupted` or `failed`."),
     Metric("exit_code", "number", "Exit code of the command (see verbs)."),
     Metric("world_size", "count", "Number of ranks."),
+    Metric("losses", "count", "Nodes lost so far, of a run that went on without them.", GOES_ON),
+    Metric("lost_steps", "count", "Steps that were done again because of them.", GOES_ON),
     Metric(
         "wall_seconds",
         "s",

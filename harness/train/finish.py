@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,11 @@ def finish_run(
     Args:
         row_seconds: how long to wait for the row of rank 0, which has more fields.
     """
-    error = folder.errors.first() if code != EXIT_OK else None
+    error = find_cause(folder) if code != EXIT_OK else None
     if code in STOPPED and error is not None and error["kind"] in VICTIMS:
         # Ranks that stop or are killed at different moments cause errors in each other, not
         # failures.
         error = None
-    if error is not None and error["kind"] == "collective_timeout" and "absent_ranks" not in error:
-        absent = absent_ranks(folder.path, error)
-        if absent:
-            who = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
-            message = f"{who} did not reach the collective that rank {error['rank']} waited in"
-            message = f"{message}: {error['message']}"
-            error = {**error, "message": message, "absent_ranks": absent}
-            folder.errors.replace(error)
     if error is not None:
         code = error["exit_code"]
         if not quiet:
@@ -54,6 +47,25 @@ def finish_run(
         # The cause has been shown; failing to write it is secondary.
         traceback.print_exc()
     return code
+
+
+def find_cause(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the first error of the attempt, and in it the ranks that a collective waited for."""
+    error = folder.errors.first()
+    if error is not None and error["kind"] == "collective_timeout" and "absent_ranks" not in error:
+        absent = absent_ranks(folder.path, error)
+        if absent:
+            who = ranks_in_words(absent)
+            message = f"{who} did not reach the collective that rank {error['rank']} waited in"
+            message = f"{message}: {error['message']}"
+            error = {**error, "message": message, "absent_ranks": absent}
+            folder.errors.replace(error)
+    return error
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Name ranks: ``rank 2``, ``ranks 1, 2``."""
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
 
 
 def format_failure(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:

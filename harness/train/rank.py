@@ -60,7 +60,7 @@ def main() -> None:
         sys.exit(EXIT_USER)
     folder = RunFolder(Path(sys.argv[1]))
     try:
-        job = folder.read_job()
+        job = folder.attempt_job()
     except UserError as error:
         folder.errors.record(
             int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from harness.metrics.columns import Metric
 from harness.metrics.memory import MEMORY
 from harness.metrics.mfu import UTILIZATION
 from harness.metrics.window import INTERVAL, RATE, SUMMARY
-from harness.run.result import RUN
+from harness.run.result import GOES_ON, RUN
 from harness.train.objective import OBJECTIVES
 
 if TYPE_CHECKING:
@@ -141,6 +142,19 @@ _RESULT = (
         "first_step_seconds",
         "s",
         "Time from the start of the command to the end of the first step.",
+    ),
+    Metric(
+        "recovery_seconds",
+        "s",
+        "Time from the last loss of a node to the end of the first step after it.",
+        GOES_ON,
+    ),
+    Metric(
+        "recovery.*",
+        "s",
+        "Its parts: until the ranks had `ended`, the next attempt was `decided`, its `ranks` were "
+        "there, had `loaded` the checkpoint, and had done the `first_step`.",
+        GOES_ON,
     ),
     Metric("compile_seconds", "s", "Time spent in torch.compile."),
     Metric("recompiles", "count", "Graphs compiled again after the first step."),
@@ -293,6 +307,7 @@ def result_row(trainer: Trainer) -> Row:
         **progress.evaluation,
         **source_progress(trainer),
         "first_step_seconds": progress.first_step_seconds,
+        **_recovery({**trainer.layout.get("moments", {}), **trainer.moments}),
         "compile_seconds": compiler.seconds,
         "recompiles": compiler.recompiles,
         "parameters": accounting.parameters,
@@ -305,6 +320,15 @@ def result_row(trainer: Trainer) -> Row:
         **_speed(trainer, window["tokens_per_second"], trainer.window.lengths),
         **progress.maxima,
     }
+
+
+def _recovery(moments: Mapping[str, float]) -> Row:
+    """Return the seconds between a loss and the first step after it; nothing without a loss."""
+    if "lost" not in moments:
+        return {}
+    names = list(moments)
+    parts = {name: moments[name] - moments[before] for before, name in pairwise(names)}
+    return {"recovery_seconds": sum(parts.values()), "recovery": parts}
 
 
 def _speed(trainer: Trainer, tokens_per_second: float | None, lengths: Mapping[int, int]) -> Row:

@@ -67,6 +67,8 @@ class Trainer:
         self.engine = engine
         self.recorder = recorder
         self.started = started
+        self.layout = folder.layout
+        self.moments: dict[str, float] = {"ranks": time.time()}
         self.progress = Progress()
         self.window = Window(job.metrics.warmup_steps)
         self.resumed_from: str | None = None
@@ -282,6 +284,7 @@ class Trainer:
             self.progress.resume(resumed.state)
             self.progress.start_step = self.progress.step
             self.spikes.load_state_dict(resumed.state)
+            self.moments["loaded"] = time.time()
         if self.recorder is not None:
             hidden = {"loss_max"} if self.job.world_size == 1 else set()
             if self.efficiency.peak.flops is not None or self.engine.device.type == "cpu":
@@ -391,6 +394,7 @@ class Trainer:
         )
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.monotonic() - self.started
+            self.moments["first_step"] = time.time()
 
     def _note_compiled(self, step: int) -> None:
         sizes = self.run.sizes

@@ -1,0 +1,152 @@
+"""A run that goes on without lost ranks: what counts as lost, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cases import rows
+from goes_on import LOSING, PATCH, WITNESSED, check_witness
+from jobs import tiny
+
+from harness.launch import begin as begin_module
+from harness.launch import local, losses
+from harness.launch.begin import begin
+from harness.launch.faults import RankDied
+from harness.launch.layouts import Layout
+from harness.run.folder import RunFolder
+from harness.train.process import FLIGHT_RECORDER
+from harness.util.errors import EXIT_OK
+
+ERRORS = {
+    "peer": RuntimeError("Connection closed by peer"),
+    "bug": LookupError("broken"),
+    "node": RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    "memory": MemoryError(),
+    "timeout": RuntimeError("Timed out waiting 4000ms for recv operation to complete"),
+}
+
+
+# Exit codes of ranks that recorded no error, errors that others recorded, and the ranks that count as lost.
+@pytest.mark.parametrize(
+    ("codes", "errors", "lost"),
+    rows("""
+        {2: -9}          {0: peer, 1: peer}  [2]
+        {1: -15, 2: -9}  {0: peer}           [1, 2]
+        {2: -9}          {0: bug}            []
+        {2: -11}         {0: peer}           []
+        {2: 7}           {0: peer}           []
+        {}               {0: peer, 1: node}  [1]
+        {}               {1: memory}         []
+        {}               {0: timeout}        [2]
+        {}               {0: peer}           []
+        {}               {}                  []
+    """),
+)
+def test_which_ranks_are_lost(codes, errors, lost, tmp_path):
+    folder = RunFolder(tmp_path)
+    for rank, name in errors.items():
+        folder.errors.record(rank, ERRORS[name])
+    (tmp_path / FLIGHT_RECORDER).mkdir()
+    for rank in (0, 1):
+        place = {"rank": rank, "group": "g", "number": 3, "members": [0, 1, 2], "begun": {"g": 3}}
+        (tmp_path / FLIGHT_RECORDER / f"place-rank{rank}.json").write_text(json.dumps(place))
+    dead = [(rank, RankDied.by_code(rank, code, 0, tmp_path)) for rank, code in codes.items()]
+    for rank, died in dead:
+        folder.errors.record(rank, died)
+    assert losses.lost_ranks(folder, dead)[0] == lost
+
+
+# A stand-in for a rank: it imports no torch, and ends as ``TEST_ENDS`` says for its attempt and rank.
+STAND_IN = f"""#!{sys.executable}
+import os, signal, sys, time
+from pathlib import Path
+from harness.run.folder import RunFolder
+from harness.run.record import RunRecord
+folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
+ends = os.environ["TEST_ENDS"].split("/")[len(list(folder.path.glob("attempts/*")))].split()
+assert len(ends) == int(os.environ["WORLD_SIZE"])
+if ends[rank] == "done":
+    if rank == 0:
+        RunRecord(folder.attempt_job(), folder).end("completed", 0, {{"step": 9}})
+elif ends[rank] == "bug":
+    sys.exit(folder.errors.record(rank, LookupError("broken"), step=4)["exit_code"])
+elif ends[rank] == "stop":
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+elif ends[rank] == "waits":
+    time.sleep(60)
+else:
+    os.kill(os.getpid(), getattr(signal, ends[rank]))
+"""
+
+
+# How ranks end, of each attempt; the exit code, the ranks of each attempt, and what is said.
+@pytest.mark.parametrize(
+    ("ends", "code", "worlds", "says"),
+    rows("""
+        done done done done                                     0    [4]        ''
+        done SIGKILL done done / SIGTERM done done / done done  0    [4, 3, 2]  'rank 0 was lost: signal'
+        SIGKILL done SIGKILL done / done done                   0    [4, 2]     ranks 0, 2 were lost
+        SIGKILL done done done / bug done done                  1    [4, 3]     from step 0 on 3 ranks
+        waits bug waits waits                                   1    [4]        ''
+        waits SIGSEGV waits waits                               3    [4]        ''
+        SIGKILL SIGKILL SIGKILL done                            3    [4]        'left: fewer than cluster'
+        done SIGKILL done done / waits stop waits               130  [4, 3]     ''
+        done done done SIGKILL / done done SIGKILL / SIGKILL waits  3    [4, 3, 2]  '1 rank left'
+    """),
+)
+def test_a_controller_goes_on_with_the_ranks_left(
+    ends, code, worlds, says, tmp_path, monkeypatch, capfd
+):
+    layouts = [f"parallelism.dp_shard={ranks}" for ranks in (4, 3, 2)]
+    common = (
+        "training.global_batch_size=12",
+        f"runs_dir={tmp_path}",
+        "cluster.on_node_loss=continue",
+    )
+    job, *fewer = (tiny("parallelism=fsdp", each, *common) for each in layouts)
+    monkeypatch.setattr(begin_module, "prepare", lambda *_: None)
+    prepared = {each.world_size: Layout(each.world_size, each, "", 0, 0, 0) for each in fewer}
+    monkeypatch.setattr(losses, "read_layouts", lambda _: prepared)
+    (tmp_path / "rank").write_text(STAND_IN)
+    (tmp_path / "rank").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "rank"))
+    monkeypatch.setattr(local, "LEAVING_SECONDS", 0.5)
+    monkeypatch.setenv("TEST_ENDS", ends)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    folder = RunFolder(job.run_dir)
+    begin(folder, job, [])
+    assert local.launch(job, folder) == code
+    attempts = [RunFolder(folder.path / "attempts" / str(n)) for n in range(1, len(worlds))]
+    found = [*(each.row for each in attempts), folder.row]
+    assert [row["world_size"] for row in found] == worlds
+    assert {row["id"] for row in found} == {job.id}
+    assert [row.get("losses", 0) for row in found] == [4 - ranks for ranks in worlds]
+    assert says in capfd.readouterr().err
+
+
+def test_losses_change_no_number(launch):
+    """While a checkpoint is written, and while it is loaded."""
+    job = launch(
+        *("parallelism=fsdp", "parallelism.dp_shard=3", "cluster.min_nodes=1", *WITNESSED, *LOSING),
+        patch=PATCH.read_text(),
+        environment={"TEST_DEATHS": "2@save4 1@load"},
+    )
+    assert job.finish() == EXIT_OK, job.err
+    said = [line for line in job.err.splitlines() if "lost" in line]
+    assert [line.partition("; ")[2] for line in said] == [
+        "going on from step 2 on 2 ranks: dp_shard 2",
+        "going on from step 2 on 1 rank: one rank",
+    ]
+    row = job.read("result.json")
+    assert (row["losses"], row["lost_steps"], row["start_step"]) == (2, 2, 2)
+    assert row["recovery_seconds"] == pytest.approx(
+        sum(
+            row[f"recovery.{part}"]
+            for part in ("ended", "decided", "ranks", "loaded", "first_step")
+        )
+    )
+    check_witness(job.run_dir)
