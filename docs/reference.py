@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from harness.compose.arguments import JOB_FLAGS, JSON, Argument, CommandLine, shown_config
+from harness.compose.composer import Composer
 from harness.compose.generator import GENERATORS
 from harness.compose.help import field_helps, leading_comment
 from harness.compose.verb import VERBS, Verb
@@ -132,7 +133,7 @@ def field_rows(cls: type, composed: Any, prefix: str = "") -> dict[str, list[lis
 def composed_values(verb: str, schema: type) -> dict[str, Any]:
     """The values of a verb's job when nothing is typed."""
     line = CommandLine(overrides=[], cfg="job", package=None, resolve=False)
-    return yaml.safe_load(shown_config(line, config_name=verb, schema=schema))  # type: ignore[no-any-return]
+    return yaml.safe_load(shown_config(line, Composer(verb, schema)))  # type: ignore[no-any-return]
 
 
 FIELD_HEADER = ("field", "type", "rule", "default", "role", "meaning")

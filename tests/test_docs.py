@@ -181,7 +181,7 @@ def _check_job(command, name, schema, line):
         with pytest.raises(ConfigError) as refused:
             compose_job(line.overrides, config_name=name, schema=schema)
         assert f"error: {refused.value}" == command.output[0]
-    elif line.multirun and chooses_points(line.overrides, config_name=name, schema=schema):
+    elif line.multirun and chooses_points(Composer(name, schema), line.overrides):
         assert read_space(Composer(name, schema), line.overrides).axes
     elif line.multirun:
         points = compose_points(line.overrides, config_name=name, schema=schema)

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "llama3_h100"
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "measure"))
 
 import bare_loop
-import compare
 import gpu_cases
 import pass_memory as measure
 import run
@@ -149,39 +148,6 @@ def test_torchtitan_is_told_the_same(mode, tmp_path):
     assert (told.batch, told.seq_len, told.steps) == (2, case.job().training.seq_len, case.steps)
     assert (told.precision, told.compile) == (case.precision, case.compiled)
     assert told.activation_checkpoint == "selective_op"
-
-
-def test_best_other_side():
-    """The bare loop has the higher median, so it is the one to be measured against, round by round."""
-    rates = {
-        "harness": [100.0, 90.0, 110.0],
-        "torchtitan": [80.0, 85.0, 300.0],
-        "bare": [100.0, 100.0, 100.0],
-    }
-    rows = [
-        {
-            "round": n,
-            "layout": "single",
-            "side": side,
-            "tokens_per_second": rate,
-            "first_step_seconds": 2.0,
-        }
-        for side, values in rates.items()
-        for n, rate in enumerate(values)
-    ]
-    assert compare.against_the_best(rows, ["single", "fsdp2"]) == [
-        "single: 1.000 of the best other side (bare loop); at least 1.0: yes"
-    ]
-    rates["harness"][0] = 99.0
-    rows = [{**row, "tokens_per_second": rates[row["side"]][row["round"]]} for row in rows]
-    assert compare.against_the_best(rows, ["single"])[0].endswith("at least 1.0: no")
-    table = compare.table(rows, ["single"])
-    assert (
-        "| single | tokens/s | 99.0 | 85.0 | 1.059 (0.367 to 1.238) | 100.0 | 0.990 (0.900 to 1.100) |"
-        in table
-    )
-    assert compare.sides_of("fsdp2", with_torchtitan=True) == ["harness", "torchtitan"]
-    assert compare.sides_of("single", with_torchtitan=False) == ["harness", "bare"]
 
 
 def test_bare_loop_is_our_model_of_that_shape():

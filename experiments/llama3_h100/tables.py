@@ -53,7 +53,7 @@ from harness.util.encoding import read_object
 from harness.util.errors import UserError
 from harness.util.files import write_atomically
 from harness.util.tables import Column, Table
-from harness.util.words import GIB, NOT_MEASURED, plural
+from harness.util.words import GIB, plural
 
 FILES = ("tables.md", "table.csv", "index.html")
 REHEARSED = FOLDER / "rehearsed.json"
@@ -194,7 +194,7 @@ def all_tables(runs: Path, calibration: Calibration | None) -> list[PublishedTab
         words = torchtitan_rows.names([published for _, published in pairs])
         table = PublishedTable(name, [], [])
         for (point, published), word in zip(pairs, words, strict=True):
-            planned = {**as_planned(word, point.job, point.overrides), "state": NOT_MEASURED}
+            planned = {**as_planned(word, point.job, point.overrides), "state": "not measured"}
             for row in _measurements(point.job, measured) or [planned]:
                 row = {**row, "point": word, "table": name, "measured_on": _measured_on(row)}
                 memory = rehearsed.get(point.job.id, {}).get("memory_gib")

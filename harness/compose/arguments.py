@@ -148,34 +148,34 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; would work: {' '.join(self.format_usage().split()[1:])}")
 
 
-def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
-    checked(line.overrides, schema)
+def show(line: CommandLine, parser: Parser, composer: Composer) -> int:
+    checked(line.overrides, composer.schema)
     if line.help is not None:
         from harness.compose.help import help_text
 
-        text = help_text(line.help, line.overrides, parser, config_name=config_name, schema=schema)
+        text = help_text(line.help, line.overrides, parser, composer)
     elif line.cfg is None:
-        text = shown_files(line, config_name=config_name, schema=schema)
+        text = shown_files(line, composer)
     else:
-        text = shown_config(line, config_name=config_name, schema=schema)
+        text = shown_config(line, composer)
     sys.stdout.write(text)
     return EXIT_OK
 
 
-def shown_files(line: CommandLine, *, config_name: str, schema: type) -> str:
+def shown_files(line: CommandLine, composer: Composer) -> str:
     """Return the folders that are searched, and the files of a job, as ``--info`` asks for them."""
     lines = ["folders, of which the first with a file has it"]
     lines += [f"  {path}" for path in config_folders().paths]
     lines.append("files of the job, of which later ones win")
-    lines += [f"  {path}" for path in Composer(config_name, schema).files(line.overrides)]
+    lines += [f"  {path}" for path in composer.files(line.overrides)]
     return "\n".join([*lines, ""])
 
 
-def shown_config(line: CommandLine, *, config_name: str, schema: type) -> str:
+def shown_config(line: CommandLine, composer: Composer) -> str:
     """Return the composed configuration as YAML, before it becomes a job, as ``--cfg`` asks for it."""
     from omegaconf import OmegaConf
 
-    plain = Composer(config_name, schema).config(line.overrides, resolve=line.resolve)
+    plain = composer.config(line.overrides, resolve=line.resolve)
     shown: Any = OmegaConf.create(plain)
     with user_errors():
         if line.resolve:

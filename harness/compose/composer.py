@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +87,7 @@ def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
 
 
 class Composer:
-    """Compose many jobs of one primary config, with the folders that are in use when it is made.
+    """Compose many jobs of one primary config, with the folders that are in use at the first one.
 
     Args:
         config_name: the primary config.
@@ -97,7 +97,10 @@ class Composer:
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
         self.config_name = config_folders().primaries.get(config_name, config_name)
         self.schema = schema
-        self._hydra: Hydra = hydra_of(config_folders().stamp())
+
+    @cached_property
+    def _hydra(self) -> Hydra:
+        return hydra_of(config_folders().stamp())
 
     def job(self, overrides: Iterable[str]) -> Any:
         """Compose one job, like ``compose_job``.
@@ -358,9 +361,7 @@ def with_effect(points: list[Composed]) -> list[Composed]:
     return checked
 
 
-def require_one_point(
-    overrides: list[str], config_name: str, schema: type, *, can_sweep: bool
-) -> None:
+def require_one_point(composer: Composer, overrides: list[str], *, can_sweep: bool) -> None:
     """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "harness train -m"
@@ -368,7 +369,7 @@ def require_one_point(
     files = [override for override in overrides if override.startswith(("sweep=", "experiment="))]
     if not files and not any(override.startswith(AXES) for override in overrides):
         return
-    axes = Composer(config_name, schema).axes([parse(override) for override in overrides])
+    axes = composer.axes([parse(override) for override in overrides])
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {parse(override).key for override in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
@@ -406,13 +407,11 @@ SETTINGS = "sweep."
 ``sweep.n_trials``."""
 
 
-def chooses_points(
-    overrides: Sequence[str], *, config_name: str = "train", schema: type = Job
-) -> bool:
+def chooses_points(composer: Composer, overrides: Sequence[str]) -> bool:
     """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
     if any(override.startswith(SETTINGS) for override in overrides):
         return True
-    params = Composer(config_name, schema).axes(checked(overrides, schema))
+    params = composer.axes(checked(overrides, composer.schema))
     return any(name.startswith(SETTINGS) for name in params)
 
 

@@ -93,23 +93,17 @@ def field_helps(kind: type, values: dict[str, Any], prefix: str = "") -> Iterato
         yield FieldHelp(name, kind_of_value, rule, value, field.metadata["role"], meaning)
 
 
-def help_text(
-    what: str,
-    overrides: list[str],
-    parser: Parser,
-    *,
-    config_name: str = "train",
-    schema: type = Job,
-) -> str:
+def help_text(what: str, overrides: list[str], parser: Parser, composer: Composer) -> str:
     """Return the text of ``--help WHAT``.
 
     Args:
         what: a field, a group or part of the job, ``all``, or empty for the screen.
         overrides: as typed; fields are shown with the values that they compose to.
     """
+    schema = composer.schema
     if not what:
         return _screen(parser, schema)
-    config = Composer(config_name, schema).config(overrides)
+    config = composer.config(overrides)
     fields = [*field_helps(schema, config), *_added(config)]
     if what == "all":
         shown = [field.line for field in fields]

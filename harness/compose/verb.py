@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser, show
 from harness.compose.composer import (
     Composed,
+    Composer,
     chooses_points,
     compose_job,
     compose_points,
@@ -225,12 +226,13 @@ class Verb:
     def _composed(
         self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
     ) -> Call:
+        composer = Composer(name, schema)
         if line.help is not None or line.cfg is not None or line.info:
-            return partial(show, line, self.parser(), config_name=name, schema=schema), False
+            return partial(show, line, self.parser(), composer), False
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: harness train -m")
-            if chooses_points(line.overrides, config_name=name, schema=schema):
+            if chooses_points(composer, line.overrides):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
                     raise UserError(f"sweep=optuna: {rule}; would work: harness train -m")
@@ -238,7 +240,7 @@ class Verb:
             points = compose_points(line.overrides, config_name=name, schema=schema)
             return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
-        require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
+        require_one_point(composer, line.overrides, can_sweep=self.sweep is not None)
         return partial(run, job, line.overrides), line.json
 
 

@@ -24,7 +24,7 @@ COLORS = {
 
 
 def new_panels(
-    rows: int, columns: int, width: float, height: float, **shared: Any
+    rows: int, columns: int, width: float, height: float, **subplots: Any
 ) -> tuple[Figure, Any]:
     """Return a figure of this size in inches, without a window, and its panels, [rows, columns]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,7 +32,7 @@ def new_panels(
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    panels = figure.subplots(rows, columns, squeeze=False, **subplots)
     for axis in panels.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
@@ -41,7 +41,8 @@ def new_panels(
 
 def save(figure: Figure, path: Path, title: str = "", handles: Sequence[Any] = ()) -> None:
     """Write a figure as PNG, with a title and a legend of ``handles``, in a folder that is made."""
-    figure.suptitle(title, fontsize=11)
+    if title:
+        figure.suptitle(title, fontsize=11)
     if handles:
         longest = max(len(each.get_label()) for each in handles)
         columns = max(1, int(figure.get_figwidth() / (0.8 + 0.09 * longest)))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MISSING = "–"
-NOT_MEASURED = "not measured"
 GIB = 2**30
 MOST_NAMES = 8
 """Names that a message lists."""
@@ -55,7 +54,7 @@ def gib(value: float) -> str:
     """Format bytes in GiB with two decimals; zero is ``-``."""
     if value == 0:
         return "-"
-    if value >= 0.005 * GIB:
+    if abs(value) >= 0.005 * GIB:
         return f"{value / GIB:,.2f}"
     return f"{value / GIB:.1g}"
 

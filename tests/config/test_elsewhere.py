@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import pytest
 
-from harness.compose.composer import compose_job
+from harness.compose.composer import Composer, compose_job
 from harness.compose.help import help_text
 from harness.compose.verb import VERBS
 from harness.config.elsewhere import HYDRA, rows
@@ -51,7 +51,7 @@ def test_a_name_elsewhere_leads_to_the_name_here(row, usual):
         assert "has no counterpart" in answer
     elif row.here.startswith("--help"):
         assert row.here in answer
-        assert help_text(row.here.split()[1], [], VERBS["train"].parser())
+        assert help_text(row.here.split()[1], [], VERBS["train"].parser(), Composer())
     else:
         shown = "VALUE" if value.startswith("[") else value
         parts = row.here.split()

@@ -11,6 +11,7 @@ import pytest
 from one_line import one_line
 from plugins import install
 
+from harness.compose.composer import Composer
 from harness.compose.help import help_text
 from harness.config.data_kinds import DATA_KINDS, DataKind
 from harness.config.fields import check_rules, label, numerics
@@ -90,13 +91,13 @@ def test_help_shows_the_options_of_an_entry(monkeypatch, width):
     monkeypatch.setitem(VIEWS._builtins, "brush", ViewKind("x:y", options=Brush))
     typed = ["data.kind=brush", "++metrics.views={brush: {}}"]
     typed += [] if width == 3 else ["++data.options.width=4"]
-    shown = help_text("data.options", typed, TRAIN.parser())
+    shown = help_text("data.options", typed, TRAIN.parser(), Composer())
     assert (
         f"data.options.width={width}\n    Millimetres of `paint`.\n    an integer; in [1, 9]; n"
         in shown
     )
     assert "data.options.hair=null\n    text, or null; label: " in shown
-    views = help_text("metrics.views", typed, TRAIN.parser())
+    views = help_text("metrics.views", typed, TRAIN.parser(), Composer())
     assert "metrics.views.brush.hair=null\n    text, or null; label: " in views
 
 

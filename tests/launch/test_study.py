@@ -15,7 +15,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from harness.compose.composer import chooses_points, compose_job
+from harness.compose.composer import Composer, chooses_points, compose_job
 from harness.launch.begin import begin
 from harness.launch.sweep import optuna as study_module
 from harness.launch.sweep.optuna import run_study
@@ -199,7 +199,7 @@ def test_a_failure_may_have_a_value(study):
     ],
 )
 def test_a_setting_or_a_file_with_one_chooses_points_by_results(typed, chooses):
-    assert chooses_points(typed.split()) == chooses
+    assert chooses_points(Composer(), typed.split()) == chooses
 
 
 def test_a_dry_run_is_of_points_that_are_known(study):

@@ -126,7 +126,7 @@ def job_against(job: PlanJob, overrides: Sequence[str]) -> PlanJob:
     return composed
 
 
-def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
+def changed_fields(a: Job, b: Job) -> list[dict[str, Any]]:
     """Return name, whether it changes the numbers, and both values of each field that differs.
 
     Of two models only the name is listed.
@@ -139,7 +139,7 @@ def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
         y = second.get(name)
         is_of_other_model = name.startswith("model.") and a.model.name != b.model.name
         if x != y and name != "name" and (name == "model.name" or not is_of_other_model):
-            found.append((name, name in numerics, x, y))
+            found.append({"name": name, "numerics": name in numerics, "a": x, "b": y})
     return found
 
 
@@ -150,9 +150,9 @@ def render_differences(a: Plan, b: Plan) -> str:
         layout = f": {mesh_of(plan.job.parallelism)}" if plan.job.world_size > 1 else ""
         facts.append((name, f"{plan.job.name} on {devices(plan)}{layout}"))
     fields = []
-    for name, numerics, x, y in changed_fields(a.job, b.job):
-        values = [shortened(as_typed(value), VALUE_CHARS) for value in (x, y)]
-        fields.append((name, *values, "numbers" if numerics else ""))
+    for each in changed_fields(a.job, b.job):
+        values = [shortened(as_typed(each[plan]), VALUE_CHARS) for plan in "ab"]
+        fields.append((each["name"], *values, "numbers" if each["numerics"] else ""))
     first = _memory(a)
     second = _memory(b)
     if a.memory_limit is not None and b.memory_limit is not None:
@@ -176,14 +176,7 @@ def render_differences(a: Plan, b: Plan) -> str:
 
 def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
     """The comparison as plain containers for JSON."""
-    return {
-        "a": as_dict(a),
-        "b": as_dict(b),
-        "fields": [
-            {"name": name, "numerics": numerics, "a": x, "b": y}
-            for name, numerics, x, y in changed_fields(a.job, b.job)
-        ],
-    }
+    return {"a": as_dict(a), "b": as_dict(b), "fields": changed_fields(a.job, b.job)}
 
 
 def _step(a: Speed, b: Speed) -> str:
@@ -236,12 +229,8 @@ def _sizes(title: str, heading: str, a: dict[str, float], b: dict[str, float]) -
             change = 0.0
         if before or after:
             sign = "+" if change > 0 else ""
-            rows.append((name, *map(_signed, (before, after)), sign + _signed(change)))
+            rows.append((name, gib(before), gib(after), sign + gib(change)))
     return f"{title}\n" + _table(heading, rows, "B - A")
-
-
-def _signed(size: float) -> str:
-    return f"-{gib(-size)}" if size < 0 else gib(size)
 
 
 def _totals(a: Plan, b: Plan) -> str:
@@ -253,10 +242,9 @@ def _totals(a: Plan, b: Plan) -> str:
         y = second.get(name)
         form = ".1%" if name == "MFU" else figure
         cells = [formatted(value, form, "unknown") for value in (x, y)]
-        if x and y:
-            rows.append((name, *cells, f"{y / x - 1:+.1%}"))
-        elif x or y:
-            rows.append((name, *cells, ""))
+        change = f"{y / x - 1:+.1%}" if x and y else ""
+        if x or y:
+            rows.append((name, *cells, change))
     rows.append(("fits", FITS[a.fits], FITS[b.fits], ""))
     return _table("", rows, "change", indent="")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from harness.tools.plan.plan import KINDS, Plan, Speed
 from harness.tools.plan.render import devices, mesh_of, schedule_of
-from harness.util.files import write_atomically
+from harness.util.plots import new_panels, save
 from harness.util.words import GIB, gib, seconds
 
 if TYPE_CHECKING:
@@ -40,36 +39,40 @@ _PASSES = {
 _PALEST = 0.4
 _FEWEST_POINTS_FOR_A_NUMBER = 11.0
 _INCHES = 12.0
-_DPI = 150
+_LEGEND: dict[str, Any] = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.005, 1),
+    "frameon": False,
+    "fontsize": 8.5,
+    "title_fontsize": 8.5,
+    "alignment": "left",
+}
+"""To the right of a panel."""
 
 
 def draw(path: str | None, plan: Plan) -> str:
     """Draw the plan into a PNG, and return a line that says so; without a path nothing."""
     if path is None:
         return ""
-    image = io.BytesIO()
-    figure_of(plan).savefig(image, format="png", dpi=_DPI)
-    write_atomically(Path(path), image.getvalue())
+    save(figure_of(plan), Path(path))
     return f"written: {path}\n"
 
 
 def figure_of(plan: Plan) -> Figure:
     """Draw the plan; without a timeline only its memory. Ink and paper are those of matplotlib's settings."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     timeline = plan.speed.timeline if plan.speed is not None else []
     ranks = len(plan.memory)
-    heights = [3.6, *([max(1.8, 0.36 * ranks + 1.1)] if timeline else [])]
+    heights = [3.6]
+    if timeline:
+        heights.append(max(1.8, 0.36 * ranks + 1.1))
     width = _INCHES if timeline or ranks > 4 else _INCHES * 0.6
-    layout = ConstrainedLayoutEngine(hspace=0.08, h_pad=0.08)
-    figure = Figure(figsize=(width, sum(heights) + 0.9), layout=layout)
-    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    height = sum(heights) + 0.9
+    figure, axes = new_panels(len(heights), 1, width, height, height_ratios=heights)
     title = f"{plan.job.name} on {devices(plan)}: {mesh_of(plan.job.parallelism)}"
     figure.suptitle(title, fontsize=12.5, x=0.01, ha="left")
-    _draw_memory(axes[0], plan)
+    _draw_memory(axes[0, 0], plan)
     if timeline and plan.speed is not None:
-        _draw_timeline(axes[1], plan.speed, f"{schedule_of(plan.job)}, one step")
+        _draw_timeline(axes[1, 0], plan.speed, f"{schedule_of(plan.job)}, one step")
     return figure
 
 
@@ -113,12 +116,11 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
     axis.set_xlim(-0.6 - margin, len(ranks) - 0.4 + margin)
     names = [f"pp {rank}" for rank in ranks] if len(ranks) > 1 else ["every rank"]
     axis.set_xticks(ranks, names, fontsize=8.5)
-    _title(axis, "memory at its peak" + (", by pipeline rank" if len(ranks) > 1 else ""))
+    by_rank = ", by pipeline rank" if len(ranks) > 1 else ""
+    axis.set_title(f"memory at its peak{by_rank}", fontsize=10, loc="left")
     axis.set_ylabel("GiB on each rank", fontsize=9)
-    handles, labels = axis.get_legend_handles_labels()
-    _legend(
-        axis, handles[::-1], labels[::-1], "GiB on the fullest rank" if len(ranks) > 1 else "GiB"
-    )
+    of_rank = " on the fullest rank" if len(ranks) > 1 else ""
+    axis.legend(title=f"GiB{of_rank}", reverse=True, **_LEGEND)
 
 
 def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
@@ -134,8 +136,8 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     points_wide = _INCHES * 72 * 0.8 / end
     # Edges separate neighbours of one color, and must not hide narrow bars.
-    widths = sorted(action.end - action.start for action in actions)
-    edge = min(0.5, 0.08 * widths[len(widths) // 2] * points_wide)
+    widths = [action.end - action.start for action in actions]
+    edge = min(0.5, 0.08 * median_high(widths) * points_wide)
     for place, row in enumerate(rows):
         held = sorted({action.stage for action in row})
         bars = [(action.start, action.end - action.start) for action in row]
@@ -154,34 +156,18 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     axis.set_yticks(range(len(rows)), [f"pp {rank}" for rank in range(len(rows))], fontsize=8.5)
     axis.set_xlabel("s", fontsize=9)
     idle = 1 - sum(widths) / (len(rows) * last)
-    _title(
-        axis,
-        f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time",
-    )
+    words = f"{seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time"
+    axis.set_title(f"{title}: {words}", fontsize=10, loc="left")
     kinds = {action.kind for action in actions}
-    handles: list[Any] = [
+    handles = [
         Patch(color=color, label=label) for kind, (label, color) in _PASSES.items() if kind in kinds
     ]
     chunks = max(len({action.stage for action in row}) for row in rows)
     if chunks > 1:
         handles.append(Patch(color=_shade("F", 1), label="later stages of the rank: paler"))
-    _legend(axis, handles, [handle.get_label() for handle in handles])
+    axis.legend(handles=handles, **_LEGEND)
 
 
 def _shade(kind: str, chunk: int) -> tuple[str, float]:
     """Color and opacity of a pass of a rank's n-th stage."""
     return _PASSES[kind][1], max(_PALEST, 1 - 0.25 * chunk)
-
-
-def _title(axis: Axes, title: str) -> None:
-    axis.set_title(title, fontsize=10, loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(labelsize=8.5, length=3)
-
-
-def _legend(
-    axis: Axes, handles: Sequence[Any], labels: Sequence[str], title: str | None = None
-) -> None:
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.005, 1), "frameon": False}
-    size: dict[str, Any] = {"fontsize": 8.5, "handlelength": 1.1, "handleheight": 1.1}
-    axis.legend(handles, labels, title=title, title_fontsize=8.5, alignment="left", **place, **size)

@@ -100,10 +100,11 @@ fits                       yes      NO
 
 def test_other_models_differ_by_name():
     """Their other fields are not listed; those of the job are, with what changes the numbers."""
-    names = [name for name, *_ in changed_fields(planned().job, planned("model=qwen3_debug").job)]
+    fields = changed_fields(planned().job, planned("model=qwen3_debug").job)
+    names = [each["name"] for each in fields]
     assert [name for name in names if name.startswith("model.")] == ["model.name"]
     fields = changed_fields(planned().job, planned("precision=bf16", "compile=on").job)
-    assert {name: numerics for name, numerics, *_ in fields} == {
+    assert {each["name"]: each["numerics"] for each in fields} == {
         "precision.param_dtype": True,
         "compile.enable": False,
     }

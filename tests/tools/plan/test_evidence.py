@@ -80,31 +80,6 @@ def test_four_of_five_rows_of_one_more_source_are_inside():
         assert 0.77 <= inside / 1000 <= 0.84
 
 
-def test_one_source_far_off_moves_the_constants_little():
-    def response(source, off):
-        terms = {"matmul": (1.0, 0.0), "float8": (0.0, 0.0), "hgx": (0.0, 0.0)}
-        return held_out.Response(source, math.log(off), terms)
-
-    alike = [response(name, 0.9) for name in "abcd"]
-    assert held_out.fit(alike)["matmul"] == pytest.approx(-math.log(0.9), abs=0.005)
-    assert held_out.fit([*alike, response("e", 3.0)])["matmul"] == pytest.approx(
-        -math.log(0.9), abs=0.005
-    )
-    assert held_out.fit(alike)["float8"] == 0.0
-    assert abs(alike[0].miss(held_out.fit(alike))) < 0.005
-
-
-def test_a_response_is_the_plan_with_other_constants():
-    raw = next(
-        row for row in csv.DictReader(held_out.FILE.open()) if row["precision"] == "tensorwise"
-    )
-    [row] = held_out.plan_all([raw])
-    logs = {"matmul": 0.1, "float8": -0.15}
-    rate = held_out.predicted_rate(row.plan.job, held_out._moved(row, logs))
-    expected = math.log(rate / row.published)
-    assert held_out.respond(row, "a").miss(logs) == pytest.approx(expected, abs=0.003)
-
-
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

