@@ -50,27 +50,29 @@ DOCUMENTS = 4
 @contextmanager
 def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
     """Put the substitutes in place while a rank is rehearsed."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (trainer, "RankGroup", lambda _: None),  # nothing is saved
+        (trainer, "build_tokenizer", lambda _: None),
+        (trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))),
+        (ExpertExchange, "_lengths", _lengths(skew)),
+        (VarlenKernel, "mask", _mask),
+        (PipelineStage, "_prepare_forward_infra", _shapes_are_known),
+    ]
+    if job.world_size > 1:
+        device = torch.cuda.current_device()
+        replaced += [
+            (setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"),
+            (dist, "init_process_group", _without_device),
+            (dist, "barrier", partial(dist.barrier, device_ids=[device])),
+            (ProcessGroupAllocMixin, "__init__", _after_barrier),
+        ]
     with ExitStack() as undo:
-        if job.world_size > 1:
-            device = torch.cuda.current_device()
-            undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
-            undo.enter_context(patch.object(dist, "init_process_group", _without_device))
-            undo.enter_context(
-                patch.object(dist, "barrier", partial(dist.barrier, device_ids=[device]))
-            )
-            undo.enter_context(patch.object(ProcessGroupAllocMixin, "__init__", _after_barrier))
-        undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
-        undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))
-        undo.enter_context(
-            patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows)))
-        )
         undo.enter_context(patch.dict(_FLASH_ATTENTION_IMPLS, dict.fromkeys(FLASH, lambda: None)))
-        undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
-        undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
+        for owner, name, replacement in replaced:
+            undo.enter_context(patch.object(owner, name, replacement))
         # torch 2.15 prefers cuDNN also for documents; flash attention has tensors of the same
         # shapes.
         undo.enter_context(patch.object(varlen, "_should_use_cudnn", lambda _: False, create=True))
-        undo.enter_context(patch.object(PipelineStage, "_prepare_forward_infra", _shapes_are_known))
         kernels = _cudnn_attention(gpu)
         yield
         kernels._destroy()
@@ -86,7 +88,6 @@ class LoneStore(dist.Store):
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
-        self._timeout = dist.default_pg_timeout
 
     def group_of(self, communicator: str) -> str:
         """Return the key that holds a communicator's id."""
@@ -123,25 +124,11 @@ class LoneStore(dist.Store):
         self._values[key] = str(total).encode()
         return total
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if self._values.get(key, b"") in (b"", expected.encode()):
-            self.set(key, desired)
-        return self._values[key]
-
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         return None
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        return len(self._values)
-
-    def set_timeout(self, timeout: Any) -> None:
-        self._timeout = timeout
 
     def clone(self) -> LoneStore:
         return self
