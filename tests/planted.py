@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from harness.checkpoint import load
 from harness.config.parallelism import ParallelismConfig
+from harness.data import batch
 from harness.data.batch import IGNORE_INDEX, count_valid
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
@@ -551,3 +552,23 @@ def documents_forgotten():
     return patch.object(
         execute, "local_positions_of", lambda *batch: original(*batch)._replace(documents_BT=None)
     )
+
+
+def empty_rows_have_labels():
+    """Rows that fill up a rank's passes learn to predict token 0."""
+    return patch.object(batch, "IGNORE_INDEX", 0)
+
+
+def empty_rows_are_routed():
+    """Rows that fill up a rank's passes go to experts."""
+    return patch.object(Decoder, "_tokens", lambda *_: None)
+
+
+def empty_rows_are_counted():
+    """The auxiliary loss is a mean over all rows of the passes."""
+
+    def count_tokens(filled):
+        rows, length = filled.shape
+        return rows * length, rows
+
+    return patch.object(engine, "count_tokens", count_tokens)

@@ -133,16 +133,19 @@ class Composer:
             raise UserError(MISSING.format(", ".join(sorted(missing))))
         if isinstance(job, Job) and last_text(overrides, WARMUP) is None:
             job = with_fitting_warmup(job)
+        # Points of a sweep keep one batch, so that they can be compared.
+        fits_batch = fits_batch and isinstance(job, Job) and job.fits_batch
         try:
-            return resolved(job)
+            made = resolved(job)
         except ConfigError as error:
-            # Points of a sweep keep one batch, so that they can be compared.
-            if error.field != BATCH or not (fits_batch and isinstance(job, Job) and job.fits_batch):
-                raise
-            source, is_typed = self._source(BATCH, overrides)
-            if source or is_typed:
+            if error.field != BATCH or not fits_batch or any(self._source(BATCH, overrides)):
                 raise
             return with_fitting_batch(job, resolved)
+        # A search leaves the batches open.
+        is_open = not fits_batch or made.training.local_batch_size is None
+        if is_open or not made.empty_in_words or any(self._source(BATCH, overrides)):
+            return made
+        return with_fitting_batch(job, resolved)
 
     def point_of_sweep(self, overrides: list[str]) -> Composed:
         """Compose a job like ``point``, or find the reason why it is not valid.

@@ -8,7 +8,7 @@ import math
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from harness.compose.length import check_length_of_scale, with_length
+from harness.compose.length import BATCH, check_length_of_scale, with_length
 from harness.config.cluster import count_gpus
 from harness.config.data_kinds import DATA_KINDS, check_sets
 from harness.config.fields import check_rules
@@ -480,3 +480,7 @@ def check_batches(job: Job) -> None:
             works = [name for name in DATA_KINDS if DATA_KINDS[name].batches == wanted]
             rule = f"{kind_of}, which does not train on this data"
             raise ConfigError(field, kind, rule, works)
+    if wanted != "tokens" and job.empty_in_words is not None:
+        unit = job.local_batch_size * job.parallelism.data_parallel
+        rule = f"{kind_of}, whose batches have no empty rows, and here are {job.empty_in_words}"
+        raise ConfigError(BATCH, job.global_batch_size, rule, f"multiples of {unit}")

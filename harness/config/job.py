@@ -37,14 +37,17 @@ from harness.config.training import (
     CompileConfig,
     DebugConfig,
     EvaluationConfig,
+    Phase,
     ScaleConfig,
     Sizes,
     TrainingConfig,
     ValidationConfig,
+    fewest_and_most_rows,
 )
 from harness.config.types import UNSET
 from harness.util.encoding import parse_object, read_object
 from harness.util.errors import ConfigError, UserError
+from harness.util.words import plural
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,36 @@ class Job:
     @property
     def accumulation_steps(self) -> int:
         """Forward and backward passes per optimizer step; with schedule.batch_size, in the last phase."""
-        return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
+        of_pass = self.local_batch_size * self.parallelism.data_parallel
+        return -(-self.global_batch_size // of_pass)
+
+    def passes(self, phase: Phase) -> int:
+        """Passes of every rank in a step of a phase: as many as the fullest rank needs."""
+        ranks = self.parallelism.data_parallel
+        _, most = fewest_and_most_rows(ranks, phase, self.global_batch_size)
+        return -(-most // self.local_batch_size)
+
+    def rows_per_rank(self, phase: Phase) -> int:
+        """Rows of every data-parallel rank in a step of a phase, the empty ones included."""
+        return self.passes(phase) * self.local_batch_size
+
+    def empty_share(self, phase: Phase) -> float:
+        """Fraction of the rows of a step that are empty."""
+        rows = self.rows_per_rank(phase) * self.parallelism.data_parallel
+        return 1 - phase.batch_size / rows
+
+    @property
+    def empty_in_words(self) -> str | None:
+        """What share of the rows is empty, in the phase with the largest; None: no row is."""
+        phase = max(self.sizes.phases, key=self.empty_share)
+        share = self.empty_share(phase)
+        if not share:
+            return None
+        ranks = plural(self.parallelism.data_parallel, "data-parallel rank")
+        rows = plural(self.rows_per_rank(phase), "row")
+        return (
+            f"{phase.batch_size:,} sequences on {ranks} x {rows}: {share:.1%} of the rows are empty"
+        )
 
     @property
     def validation_sets(self) -> dict[str, ValidationSet]:

@@ -287,7 +287,7 @@ class ScheduleConfig:
     learning rates of a run of total_steps."""
     batch_size: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
     """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}].
-    At most that many; each a multiple of the data-parallel ranks."""
+    At most that many; each at least the data-parallel ranks."""
     seq_len: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
     """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each
     length divides training.seq_len."""

@@ -13,7 +13,8 @@ from harness.config.data import DataConfig, ValidationSet
 from harness.config.data_kinds import errors_of_set
 from harness.config.fields import LARGEST_INTEGER, Switch, execution, label, numerics
 from harness.config.registry import Registry
-from harness.util.errors import ConfigError, divisors
+from harness.util.errors import ConfigError
+from harness.util.words import plural
 
 Changes = Sequence[tuple[int, int]]
 """``(last step, size)`` of the phases before the final size, in order."""
@@ -48,10 +49,30 @@ class Phase:
         return -(-position // self.seq_len) * self.seq_len
 
     def share(self, rows: range, batch_size: int) -> range:
-        """Return the rows of a rank that has ``rows`` of a batch of ``batch_size``: the same fraction."""
+        """Return the rows of a rank that has ``rows`` of a batch of ``batch_size``.
+
+        It is about the same fraction: row j of this phase belongs to row j * batch_size // B of
+        that batch, where B is the phase's size.
+        """
         return range(
-            rows.start * self.batch_size // batch_size, rows.stop * self.batch_size // batch_size
+            -(-rows.start * self.batch_size // batch_size),
+            -(-rows.stop * self.batch_size // batch_size),
         )
+
+
+def rows_of_rank(rank: int, ranks: int, batch_size: int) -> range:
+    """Rows of a global batch that a data-parallel rank has: as many as the others, or one more."""
+    return range(rank * batch_size // ranks, (rank + 1) * batch_size // ranks)
+
+
+def fewest_and_most_rows(ranks: int, phase: Phase, batch_size: int) -> tuple[int, int]:
+    """Rows of the emptiest and of the fullest rank in a phase; ``batch_size`` is the final one."""
+    if batch_size % ranks == 0 or batch_size == phase.batch_size:
+        return phase.batch_size // ranks, -(-phase.batch_size // ranks)
+    shares = [
+        len(phase.share(rows_of_rank(rank, ranks, batch_size), batch_size)) for rank in range(ranks)
+    ]
+    return min(shares), max(shares)
 
 
 class Sizes:
@@ -178,11 +199,14 @@ class TrainingConfig:
     seq_len: int = numerics(2048, least=1)
     """Tokens per sequence."""
     global_batch_size: int | None = numerics(None, least=1)
-    """Sequences per optimizer step, over all ranks; null: local_batch_size on every data-parallel rank. With
-    schedule.batch_size, that of the last phase."""
+    """Sequences per optimizer step, over all ranks; null: local_batch_size on every data-parallel
+    rank. With schedule.batch_size, that of the last phase. If the ranks do not divide it, some have
+    a row more, and the others an empty one, which has no labels, goes to no expert and does not
+    count."""
     local_batch_size: int | None = execution(None, least=1)
-    """Sequences per data-parallel rank and forward pass; null: the rank's share of the batch in one pass, or,
-    with schedule.batch_size, the most that divides the rank's share in every phase."""
+    """Sequences per data-parallel rank and forward pass; null: the fullest rank's share of the batch
+    in one pass, or, with schedule.batch_size, the most that divides its share in every phase. Where
+    it does not divide the share, the last pass is filled up with empty rows."""
     max_norm: float = numerics(1.0, least=0)
     """Clip gradients to this global 2-norm; 0 disables clipping."""
     loss_chunks: int = execution(1, least=1)
@@ -237,29 +261,18 @@ class TrainingConfig:
         if size is None:
             of_rank = local or DEFAULT_LOCAL_BATCH
             size = of_rank * replicas
-        unit = replicas if local is None else replicas * local
         batches = [("training.global_batch_size", size)]
         batches += [("schedule.batch_size", batch) for batch in scheduled]
+        shares = []
         for name, batch in batches:
-            if batch % replicas:
-                below = batch // unit * unit
-                works = [number for number in (below, below + unit) if number]
-                raise ConfigError(
-                    name,
-                    batch,
-                    f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
-                    f"{', '.join(map(str, works))}, or {', '.join(map(str, divisors(batch)))} "
-                    "data-parallel ranks",
-                )
-        share = math.gcd(size, *scheduled) // replicas
-        local = local or share
-        if share % local:
-            shares = f"training.global_batch_size={size} / {replicas} data-parallel ranks = {share}"
-            if scheduled:
-                shown = ", ".join(map(str, [*scheduled, size]))
-                shares = f"a rank's share of every batch: {shown} / {replicas} data-parallel ranks"
-            rule = f"must divide {shares}"
-            raise ConfigError("training.local_batch_size", local, rule, divisors(share))
+            fewest, most = fewest_and_most_rows(replicas, Phase(1, None, batch, self.seq_len), size)
+            if not fewest:
+                degrees = f"dp_replicate x dp_shard = {replicas}"
+                rule = f"must have a row for each of the data-parallel ranks, {degrees}"
+                works = f"{replicas}, or at most {plural(batch, 'data-parallel rank')}"
+                raise ConfigError(name, batch, rule, works)
+            shares.append(most)
+        local = local or math.gcd(*shares)
         observers = [OBSERVERS.recorded(name) for name in self.observers]
         digests = [file.digest for name in observers if (file := OBSERVERS.file(name))]
         if self.observer_digests not in ([], digests):

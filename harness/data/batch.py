@@ -31,6 +31,9 @@ class Batch(NamedTuple):
     or PADDING."""
     sources_B: Tensor | None = None
     """With data.kind=mixture: the index of each row's source in ``DataConfig.source_names``."""
+    real_B: Tensor | None = None
+    """After ``fill``: false for the empty rows, which routers and counts leave out; attention does
+    not, so that its mask stays as it is. None: no row of any rank is empty."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -39,11 +42,8 @@ class Batch(NamedTuple):
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Apply ``function`` to every tensor."""
-        documents, sources = (
-            None if tensor is None else function(tensor)
-            for tensor in (self.documents_BT, self.sources_B)
-        )
-        return Batch(function(self.inputs_BT), function(self.labels_BT), documents, sources)
+        columns = (None if tensor is None else function(tensor) for tensor in self)
+        return Batch(*columns)  # type: ignore[arg-type]
 
 
 class OtherBatch(Protocol):
@@ -83,7 +83,10 @@ def count_tokens(batch: AnyBatch) -> tuple[int, int]:
     if isinstance(batch, DeviceBatch):
         return batch.counts
     rows, length = batch.shape
-    if not isinstance(batch, Batch) or batch.documents_BT is None:
+    if not isinstance(batch, Batch):
+        return rows * length, rows
+    if batch.documents_BT is None:
+        rows = rows if batch.real_B is None else int(batch.real_B.sum())
         return rows * length, rows
     tokens_B = (batch.documents_BT != PADDING).sum(1)
     return int(tokens_B.sum()), int(tokens_B.count_nonzero())
@@ -99,6 +102,34 @@ def valid_by_source(batch: Batch) -> dict[int, int]:
     for source, number in zip(sources, numbers, strict=True):
         counts[source] += number
     return counts
+
+
+def fill(batch: Batch, rows: int) -> Batch:
+    """Append empty rows to a rank's, so that it has ``rows``: no label counts, and all is padding.
+
+    Their losses and gradients are 0. The scales of a float8 tensor may see their values.
+    """
+
+    def filled(tensor: Tensor, value: int) -> Tensor:
+        longer = tensor.new_full((rows, *tensor.shape[1:]), value)
+        longer[: len(tensor)] = tensor
+        return longer
+
+    documents_BT = batch.documents_BT
+    sources_B = batch.sources_B
+    whole = Batch(
+        filled(batch.inputs_BT, 0),
+        filled(batch.labels_BT, IGNORE_INDEX),
+        None if documents_BT is None else filled(documents_BT, PADDING),
+        None if sources_B is None else filled(sources_B, 0),
+        filled(batch.inputs_BT.new_ones(batch.shape[0]), 0).bool(),
+    )
+    if not isinstance(batch, DeviceBatch):
+        return whole
+    on_device = DeviceBatch(*whole)
+    on_device.valid_by_source = batch.valid_by_source
+    on_device.counts = batch.counts
+    return on_device
 
 
 def place(batch: AnyBatch, device: torch.device) -> Any:

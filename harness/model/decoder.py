@@ -249,6 +249,7 @@ class Decoder(ModelPart):
         later_BT: Tensor | None = None,
         later_labels_BT: Tensor | None = None,
         cached: CachedPass | None = None,
+        real_B: Tensor | None = None,
     ) -> Tensor:
         """Run this part's modules.
 
@@ -264,6 +265,7 @@ class Decoder(ModelPart):
             later_labels_BT: labels of ``later_BT``, if there are labels.
             cached: after ``use_cache``: the new tokens of a generation; x has them, [B, T] or [B,
                 1].
+            real_B: false for empty rows, which experts leave out; None: all rows are real.
 
         Returns:
             Logits [B, T, V] from a part with the output projection, or the loss if there are
@@ -286,7 +288,7 @@ class Decoder(ModelPart):
         rope = self.rope
         positions = self.positions
         blocks = self.blocks
-        tokens_BT = self._tokens(documents_BT)
+        tokens_BT = self._tokens(documents_BT, real_B)
         inner: list[Any] = [block.attention.inner for block in blocks.values()]
         kernels = {each.spec: each for each in inner}
         if cached is None:
@@ -324,12 +326,16 @@ class Decoder(ModelPart):
             x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None)
         )
 
-    def _tokens(self, documents_BT: Tensor | None) -> Tensor | None:
+    def _tokens(self, documents_BT: Tensor | None, real_B: Tensor | None) -> Tensor | None:
         """Whether each position that this rank's routers route has a token; None: all have."""
         routers = [moe.router for moe in self.mixtures.values()]
-        if documents_BT is None or not routers:
+        if (documents_BT is None and real_B is None) or not routers:
             return None
         positions_T = routers[0].positions_T
+        if documents_BT is None:
+            assert real_B is not None
+            routed_T = self.positions if positions_T is None else positions_T
+            return real_B.unsqueeze(1).expand(-1, len(routed_T))
         tokens_BT = documents_BT >= 0
         return tokens_BT if positions_T is None else tokens_BT.index_select(1, positions_T)
 

@@ -95,6 +95,12 @@ def shift_by_one(batch: Batch) -> Batch:
     return Batch(inputs_BT, labels_BT)
 
 
+def _keywords(batch: Batch) -> dict[str, Tensor]:
+    """What every part of the model gets of a batch."""
+    names = ("documents_BT", "real_B")
+    return {name: found for name in names if (found := getattr(batch, name)) is not None}
+
+
 class DirectExecutor:
     """Executor without a pipeline: every rank (or tensor-parallel group) runs the full model."""
 
@@ -140,15 +146,18 @@ class DirectExecutor:
 
     def _losses(self, batch: Batch, later: Batch | None) -> Tensor:
         """The loss, a scalar; with ``later`` both losses of multi-token prediction, [2]."""
-        inputs_BT, labels_BT, documents_BT = batch[:3]
+        inputs_BT, labels_BT = batch[:2]
+        keywords = _keywords(batch)
         if self.in_head:
-            further = () if later is None else (later.inputs_BT, later.labels_BT)
-            return self.part(inputs_BT, labels_BT, documents_BT, *further)  # type: ignore[no-any-return]
+            keywords["labels_BT"] = labels_BT
+            if later is not None:
+                keywords |= {"later_BT": later.inputs_BT, "later_labels_BT": later.labels_BT}
+            return self.part(inputs_BT, **keywords)  # type: ignore[no-any-return]
         if later is None:
             # No variable holds the logits, so that they are freed before backward allocates their
             # gradient: with a large vocabulary they are the largest tensor.
-            return self.loss(self.part(inputs_BT, documents_BT=documents_BT), labels_BT)
-        logits = self.part(inputs_BT, documents_BT=documents_BT, later_BT=later.inputs_BT).chunk(2)
+            return self.loss(self.part(inputs_BT, **keywords), labels_BT)
+        logits = self.part(inputs_BT, **keywords, later_BT=later.inputs_BT).chunk(2)
         return torch.stack([self.loss(logits[0], labels_BT), self.loss(logits[1], later.labels_BT)])
 
 
@@ -198,7 +207,7 @@ class PipelineExecutor:
         losses: list[Tensor] | None = [] if self.holds_last else None
         # Keywords are passed to every stage of this rank, split into microbatches; only the head
         # uses labels.
-        keywords = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
+        keywords = _keywords(batch)
         if self.in_head and self.holds_last:
             keywords["labels_BT"] = batch.labels_BT
         with self.loss.context(), annotated("pp.wait"):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch, count_tokens, count_valid, place
+from harness.config.training import Phase, rows_of_rank
+from harness.data.batch import AnyBatch, Batch, count_tokens, count_valid, fill, place
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, keep_settings, parts_of
@@ -75,6 +76,7 @@ class Engine:
         )
         self.weights_changed = True
         self._gradients_checked = False
+        self._leaves_rows_empty = job.empty_in_words is not None
         keep_settings(self.optimizer)
 
     def close(self) -> None:
@@ -93,9 +95,9 @@ class Engine:
 
     @property
     def rows(self) -> range:
-        """Rows of the global batch that this rank processes."""
-        share = self.job.global_batch_size // self.job.parallelism.data_parallel
-        return range(self.mesh.data_rank * share, (self.mesh.data_rank + 1) * share)
+        """Rows of the global batch that this rank processes, beside empty ones."""
+        ranks = self.job.parallelism.data_parallel
+        return rows_of_rank(self.mesh.data_rank, ranks, self.job.global_batch_size)
 
     @property
     def counts_tokens(self) -> bool:
@@ -142,6 +144,7 @@ class Engine:
             beside: more values to sum over the world; their sums are the outcome's.
         """
         self._set_length(batch.shape[1])
+        batch = self._filled(batch, self.job.sizes.at(self.schedule.last_epoch + 1))
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
         counted = [local_tokens, *count_tokens(batch), *self.sources.tokens(batch)]
@@ -213,6 +216,15 @@ class Engine:
             with annotated("cp.all_reduce"):
                 dist.all_reduce(loss, group=self.mesh.group("cp"))
         return sums, loss, squares, needed
+
+    def _filled(self, batch: AnyBatch, phase: Phase | None = None) -> AnyBatch:
+        """Fill up a rank's rows to those of a phase, by default the last: all run the same passes."""
+        if not self._leaves_rows_empty:
+            return batch
+        assert isinstance(batch, Batch)
+        if batch.real_B is not None:
+            return batch
+        return fill(batch, self.job.rows_per_rank(phase or self.job.sizes.phases[-1]))
 
     def _measure(self, batch: AnyBatch) -> Activations | None:
         """Measure the logits that the QK-clip of a step needs; None: the step has none."""
@@ -307,7 +319,7 @@ class Engine:
 
     def evaluate(self, batch: AnyBatch) -> list[LossSum]:
         """Return the loss of one global batch, and of a mixture that of each source; no gradients."""
-        batch = place(batch, self.device)
+        batch = place(self._filled(batch), self.device)
         with self.sources.recorded(batch) as row_losses:
             loss = self.forward(batch)
         losses = zeros_unless(self.has_loss, [loss, *self.sources.losses(batch, row_losses)])
@@ -332,7 +344,8 @@ class Engine:
             if further and self.job.model.mtp.depth:
                 assert isinstance(self.executor, DirectExecutor), "a stage has no such prediction"
                 run = partial(self.executor.forward, further=True)
-            for piece in split_batch(place(batch, self.device), self.job.local_batch_size):
+            batch = place(self._filled(batch), self.device)
+            for piece in split_batch(batch, self.job.local_batch_size):
                 loss = loss + run(piece)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -191,6 +191,8 @@ def run_rank(
                 )
                 rank.recorder = Recorder(shown, job.steps)
                 rank.recorder.message(describe(job, folder, device))
+                if job.empty_in_words is not None:
+                    rank.recorder.message(job.empty_in_words)
                 if device.type == "cuda" and job.precision.param_dtype == "float32":
                     rank.recorder.message(
                         f"all products in float32, {job.training.matmul_precision} precision "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.config.job import Job
+from harness.data.batch import PADDING
 from harness.model.kernels import Kernel, Positions, largest_logits
 from harness.model.moe import Router
 from harness.model.part import ModelPart
@@ -45,6 +46,7 @@ class Watch:
         self._mesh = mesh
         # Those of the running pass.
         self._documents_BT: Tensor | None = None
+        self._real_B: Tensor | None = None
         self.sums = torch.zeros(5, 1 + layers, dtype=torch.float64, device=device)
         self.largest = torch.zeros(1 + layers, device=device)
         self.max_logits = torch.full((layers, model.n_heads), float("-inf"), device=device)
@@ -54,6 +56,7 @@ class Watch:
         """Context manager in which passes of a model part are counted; nothing of it runs compiled."""
         with ExitStack() as watched:
             watched.enter_context(uncompiled(part))
+            watched.enter_context(part.register_forward_pre_hook(self._begin, with_kwargs=True))
             for layer, block in part.blocks.items():
                 place = 1 + layer
                 watched.enter_context(block.register_forward_hook(partial(self._leave, place)))
@@ -70,6 +73,9 @@ class Watch:
                 watched.callback(delattr, kernel, "mask")
             yield
 
+    def _begin(self, _part: nn.Module, _inputs: Any, keywords: dict[str, Any]) -> None:
+        self._real_B = keywords.get("real_B")
+
     def _enter(self, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._see(0, inputs[0])
 
@@ -77,11 +83,15 @@ class Watch:
         self._see(place, output[0])
 
     def _see(self, place: int, x_BTC: Tensor) -> None:
+        elements: Tensor | int = x_BTC.numel()
+        if self._real_B is not None:
+            elements = self._real_B.sum() * x_BTC[0].numel()
+            x_BTC = x_BTC * self._real_B.view(-1, 1, 1)
         x_BTC = x_BTC.float()
         square_BTC = x_BTC.square()
         self.sums[0, place] += square_BTC.sum(dtype=torch.float64)
         self.sums[1, place] += square_BTC.square().sum(dtype=torch.float64)
-        self.sums[2, place] += x_BTC.numel()
+        self.sums[2, place] += elements
         self.largest[place] = torch.maximum(self.largest[place], x_BTC.abs().amax())
 
     def _route(self, place: int, router: Router, inputs: tuple[Any, ...]) -> None:
@@ -99,6 +109,10 @@ class Watch:
 
     def _mask(self, mask: Callable[[Positions], Any], positions: Positions) -> Any | None:
         self._documents_BT = positions.documents_BT
+        if self._documents_BT is None and self._real_B is not None:
+            # Empty rows are documents of padding.
+            documents_B = torch.where(self._real_B, 0, PADDING)
+            self._documents_BT = documents_B.unsqueeze(1).expand(-1, positions.length)
         return mask(positions)
 
     def _attend(self, layer: int, kernel: Kernel, inputs: tuple[Any, ...]) -> None:

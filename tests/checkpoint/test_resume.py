@@ -182,6 +182,14 @@ CHAINS = {
         "parallelism=tp parallelism.expert_tensor_parallel=true",
         "parallelism=ep",
     ),
+    # 7 rows on 3, 2, 4 and 1 ranks.
+    "rows": (
+        ("schedule.batch_size=[{until_step:3,sequences:5}]", "training.global_batch_size=7"),
+        "parallelism=fsdp parallelism.dp_shard=3",
+        "parallelism=fsdp training.local_batch_size=3",
+        "parallelism=ddp parallelism.dp_replicate=4",
+        "parallelism=single",
+    ),
     # Codes and scales of 8-bit states move by blocks.
     "8bit": (
         (*ODD, "model.dim=256", "model.ffn_hidden_dim=512", "optimizer.state_dtype=8bit"),
@@ -232,7 +240,7 @@ def test_streams_go_on_where_they_were(pool, tmp_path):
     [whole] = run(pool, tmp_path / "whole", *common, "data.workers=0", "checkpoint=disabled")
     common = (*common, f"checkpoint.folder={tmp_path / 'shared'}")
     pipeline = ("parallelism=tp_pp", "parallelism.pp_microbatch_size=4", "data.workers=0")
-    sharded = ("parallelism=fsdp", "parallelism.dp_shard=4", "data.workers=1")
+    sharded = ("parallelism=fsdp", "parallelism.dp_shard=3", "data.workers=1")
     first = run(pool, tmp_path / "before", *common, *pipeline, stop=STOP)
     second = run(pool, tmp_path / "after", *common, *sharded)
     for outcome in (*first, *second):

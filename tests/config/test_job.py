@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import os
 
@@ -20,6 +21,7 @@ from harness.compose.override import parse
 from harness.compose.resolve import resolve
 from harness.config.fields import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
 from harness.config.job import Job, differing_numerics, from_dict
+from harness.config.training import Phase, fewest_and_most_rows, rows_of_rank
 from harness.util.errors import ConfigError, UserError
 
 TINY = (
@@ -292,6 +294,9 @@ def test_under_torchrun_the_world_is_given(monkeypatch):
         16    null  4  [16, 4, 1]
         16    2     4  [16, 2, 2]
         16    16    1  [16, 16, 1]
+        7     null  3  [7, 3, 1]
+        7     2     3  [7, 2, 2]
+        3     4     3  [3, 4, 1]
     """),
 )
 def test_batch(total, local, replicas, expected):
@@ -339,6 +344,19 @@ def test_local_batches_divide_every_scheduled_batch():
     assert (made.local_batch_size, made.accumulation_steps) == (2, 4)
     assert [made.sizes.at(step).batch_size for step in (1, 5, 6, 9, 10)] == [4, 4, 12, 12, 16]
     assert resolve(made, gpus=0) == made
+
+
+def test_ranks_share_every_batch():
+    """A row of a smaller batch is on the rank of the row at the same fraction of the full one."""
+    for ranks, smaller, size in itertools.combinations_with_replacement(range(1, 12), 3):
+        phase = Phase(1, None, smaller, 1)
+        own = [rows_of_rank(rank, ranks, size) for rank in range(ranks)]
+        shares = [phase.share(rows, size) for rows in own]
+        assert [row for share in shares for row in share] == list(range(smaller))
+        lengths = [*map(len, shares)]
+        assert fewest_and_most_rows(ranks, phase, size) == (min(lengths), max(lengths))
+        for streams, share in zip(own, shares, strict=True):
+            assert all(row * size // smaller in streams for row in share)
 
 
 def test_another_csv_schedule_is_another_job(tmp_path):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import random
 from itertools import accumulate
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
-from jobs import batches_of, tiny, train
+from jobs import batches_of, full, tiny, train
 from layouts import layout, reference, require_parity
 
 from harness.data.batch import IGNORE_INDEX, PADDING, Batch
 from harness.tools.parity.first_wrong import TOKENS
+from harness.tools.parity.parity import single_process
 from harness.train.engine import Engine
-from harness.train.setup import process_group
+from harness.train.setup import process_group, set_up_process
 
 CPU = torch.device("cpu")
 LENGTHS = [20, 14]
@@ -121,3 +123,44 @@ def test_rows_and_throughput_count_no_padding(tmp_path, conversations):
     assert [row["tokens"] for row in done.rows] == list(accumulate(counts))
     assert {row["moe.dropped"] for row in done.rows} == {0}
     assert done.folder.row["window.window_tokens"] == sum(counts[3:])
+
+
+def in_float64(job):
+    """The loss, gradient norm and gradients of a step; what asks for float32 gets float64."""
+    set_up_process(job)
+    torch.set_default_dtype(torch.float64)
+    wider = patch.object(torch.Tensor, "float", torch.Tensor.double)
+    try:
+        with wider, patch.object(torch, "float32", torch.float64):
+            engine = Engine(job, CPU)
+            outcome = engine.gradients(batches_of(job, engine.rows).next())
+            gradients = {name: full(p.grad) for name, p in engine.named_parameters()}
+            return outcome.loss, outcome.grad_norm, gradients
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism=ep parallelism.dp_replicate=3",
+        "parallelism=fsdp_ep_pp training.local_batch_size=3",
+    ],
+)
+def test_empty_rows_change_nothing(pool, layout):
+    losses = ("model.moe.aux_loss_coeff=1", "model.moe.z_loss_coeff=1", "training.z_loss=1")
+    common = ("model=deepseek_v3_debug", *losses, "training.global_batch_size=7")
+    job = tiny("training.seq_len=32", *common, *layout.split())
+    [(*expected, gradients)] = pool.run(1, in_float64, single_process(job))
+    for *found, own in pool.run(job.world_size, in_float64, job):
+        assert found == pytest.approx(expected, rel=1e-12)
+        for name, gradient in own.items():
+            assert gradient.dtype == torch.float64
+            assert (gradient - gradients[name]).norm() <= 1e-12 * gradients[name].norm(), name
+
+
+def test_rows_and_throughput_count_no_empty_rows(tmp_path):
+    sizes = ("training.seq_len=64", "training.global_batch_size=7", "training.local_batch_size=2")
+    done = train(tmp_path, "model=mixtral_debug", *sizes, "training.steps=2")
+    assert [row["tokens"] for row in done.rows] == [7 * 64, 2 * 7 * 64]
+    assert {row["moe.dropped"] for row in done.rows} == {0}

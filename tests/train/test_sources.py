@@ -56,7 +56,11 @@ def shared_loss(found):
 
 @pytest.mark.parametrize(
     "layout",
-    ["parallelism=tp_pp training.local_batch_size=4", "parallelism=fsdp_cp training.loss_chunks=3"],
+    [
+        "parallelism=tp_pp training.local_batch_size=4",
+        "parallelism=fsdp_cp training.loss_chunks=3",
+        "parallelism=fsdp parallelism.dp_shard=3 training.local_batch_size=2",
+    ],
 )
 def test_losses_of_sources_are_exact(pool, layout):
     job = job_of(*layout.split())

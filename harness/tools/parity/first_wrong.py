@@ -235,15 +235,20 @@ def record(job_json: str, step: int) -> Record:
     batch = loader.next()
     outcome = engine.gradients(batch)
     values: dict[str, Any] = {f"value of {name}": weights[name] for name in weights}
-    values |= {f"output of {name}": torch.cat(each) for name, each in calls.items()}
+    phase = engine.job.sizes.at(step + 1)
+    rows = phase.share(engine.rows, engine.job.global_batch_size)
+    for name, each in calls.items():
+        output = torch.cat(each)
+        # The last rows may be empty. Experts have rows of another kind.
+        is_filled = len(output) == engine.job.rows_per_rank(phase)
+        values[f"output of {name}"] = output[: len(rows)] if is_filled else output
     values |= values_of(engine, outcome)
     values |= statistics_of(engine, outcome)
     values |= update(engine, outcome)
     values |= results_of(engine, weights, loader.next())
-    rows = batch.shape[0]
     return Record(
         values,
-        range(engine.mesh.data_rank * rows, (engine.mesh.data_rank + 1) * rows),
+        rows,
         engine.parts[0].segments,
         engine.mesh.rank("cp"),
         engine.mesh.rank("tp"),

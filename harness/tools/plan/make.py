@@ -81,7 +81,8 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
     unscheduled = replace(job, schedule=replace(job.schedule, batch_size=[], seq_len=[]))
     planned = []
     for phase in phases:
-        training = replace(job.training, global_batch_size=phase.batch_size, seq_len=phase.seq_len)
+        rows = job.rows_per_rank(phase) * job.parallelism.data_parallel
+        training = replace(job.training, global_batch_size=rows, seq_len=phase.seq_len)
         of_phase = replace(unscheduled, training=training)
         time = None if machine is None else StepModel(of_phase, machine).speed()[0].step_seconds
         steps = phase.steps_until(job.steps)
@@ -90,7 +91,7 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
 
 
 def _notes(job: Job) -> list[str]:
-    notes = []
+    notes = [] if job.empty_in_words is None else [job.empty_in_words]
     is_balanced = job.model.moe.force_balance or job.parallelism.fixes_messages
     if job.model.moe.enabled and not is_balanced:
         notes.append("memory is that of evenly loaded experts")

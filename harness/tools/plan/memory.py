@@ -146,7 +146,7 @@ class RankStep:
         held = self.parameters
         # The batch of all passes; cosines and sines of this rank's positions, float32, one table
         # per stage.
-        rows = job.global_batch_size // job.parallelism.data_parallel
+        rows = job.accumulation_steps * job.local_batch_size
         length = job.training.seq_len / job.parallelism.cp
         buffers = held.buffer_bytes + len(self.stages) * 4 * length * job.model.rotated_width
         # The stages' receive buffers, for all microbatches (PipelineStage, args_recv_info).

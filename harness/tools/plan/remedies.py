@@ -108,7 +108,7 @@ def _with_degrees(job: Job, moved: dict[str, int], local: int) -> Change:
     A pipeline gets all of them in one.
     """
     after = job.parallelism.degrees | moved
-    share = job.global_batch_size // (after["dp_replicate"] * after["dp_shard"])
+    share = -(-job.global_batch_size // (after["dp_replicate"] * after["dp_shard"]))
     size = share if after["pp"] > 1 else math.gcd(local, share)
     return (
         *(f"parallelism.{name}={after[name]}" for name in after if name in moved),
@@ -138,7 +138,7 @@ def _on_more_devices(job: Job, factor: int) -> Change | None:
     """Multiply dp_shard and the number of devices."""
     layout = job.parallelism
     more = multiply_ranks(job.cluster, job.world_size, factor)
-    if more is None or job.global_batch_size % (layout.data_parallel * factor):
+    if more is None or job.global_batch_size < layout.data_parallel * factor:
         return None
     moved = {"dp_shard": layout.dp_shard * factor}
     return (*_with_degrees(job, moved, job.local_batch_size), *more)

@@ -377,9 +377,9 @@ class Estimates(Memo):
         sharing = self.once(
             ("sharing", point.degrees, point.ep), lambda: self._sharing(point, layout)
         )
-        sequences = self._base.global_batch_size // point.data_parallel
-        microbatches = sequences // point.rows
-        passes = sequences // point.local_batch_size
+        size = point.data_parallel * point.local_batch_size
+        passes = -(-self._base.global_batch_size // size)
+        microbatches = passes * point.local_batch_size // point.rows
         longest = 0.0
         for busy, idle, own in self.once((*loads_key, *ranks_key), work):
             shared = sum(count * sharing.get(part, 0.0) for part, count in own.items())

@@ -201,8 +201,8 @@ class Space:
         """Yield the points of each schedule of a mesh, those with the least memory first."""
         pp, replicas, shards, cp, tp = degrees
         mesh = pp, replicas, shards, cp, tp, ep
-        share, rest = divmod(self.base.global_batch_size, replicas * shards)
-        if rest:
+        share = -(-self.base.global_batch_size // (replicas * shards))
+        if self.base.global_batch_size < replicas * shards:
             # One point of this mesh, so that the error is reported once.
             yield [LayoutPoint(*mesh, 1, 1, "full", None if pp == 1 else "1F1B", None)]
             return

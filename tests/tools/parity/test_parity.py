@@ -36,6 +36,7 @@ COMBINED = """
     fsdp_chunked_loss tp_plain_chunked_loss fsdp_tp_chunked_loss pp_zbv_chunked_loss
     fsdp_accumulate fsdp_pp_accumulate fsdp_pp_zbv fsdp_recompute_full
     pp_zbv_recompute_full cp_ulysses_compiled_recompute_full
+    ddp_rows hsdp_rows tp_rows pp_1f1b_rows
 """
 
 
@@ -49,11 +50,16 @@ SCHEDULED = (
     "training.global_batch_size=16 schedule.batch_size=[{until_step:1,sequences:8}] "
     "schedule.seq_len=[{until_step:2,tokens:32}]"
 )
+ROWS_SCHEDULED = (
+    "schedule.batch_size=[{until_step:1,sequences:5}] schedule.seq_len=[{until_step:2,tokens:32}]"
+)
 TIED = "model.tied_embeddings=true"
 ODD = "model.vocab_size=259"
 BFLOAT16 = "precision=bf16"
 LATENTS = "model=deepseek_v2_debug"
 EIGHT_BIT = "optimizer.state_dtype=8bit"
+DEEPSEEK = "model=deepseek_v3_debug"
+AUXILIARY = f"{DEEPSEEK} model.moe.aux_loss_coeff=1"
 MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
 # Large, so that they are most of the gradient.
 Z_LOSS, ROUTER_Z_LOSS = "training.z_loss=1", "model.moe.z_loss_coeff=10"
@@ -66,6 +72,10 @@ QK_CLIP = "optimizer.qk_clip=0.02"
     [
         ("tp_cp", SCHEDULED),
         ("pp_zbv_compiled", SCHEDULED),
+        # 5, then 8 rows on 3 ranks.
+        ("fsdp_rows", ROWS_SCHEDULED),
+        ("ep_rows", f"{AUXILIARY} {Z_LOSS} {ROUTER_Z_LOSS}"),
+        ("fsdp_ep_pp_rows", AUXILIARY),
         # Shards of 259 rows have different sizes on every axis.
         ("tp4", ODD),
         ("tp_plain_chunked_loss", ODD),
@@ -93,7 +103,7 @@ QK_CLIP = "optimizer.qk_clip=0.02"
 )
 def test_other_jobs_agree_with_one_process(pool, name, typed):
     job = layout(name, *typed.split())
-    steps = {SCHEDULED: 3, EIGHT_BIT: 10}.get(typed, STEPS)
+    steps = {SCHEDULED: 3, ROWS_SCHEDULED: 3, EIGHT_BIT: 10}.get(typed, STEPS)
     first = reference(pool, job, steps)[0]
     assert ("gradient of output.weight" in first) == (typed != TIED)
     tolerances = parity.tolerances_of(job, ParityConfig())
@@ -149,9 +159,7 @@ def test_reference_learns_and_masks_unevenly(pool):
 
 references: dict[str, Trace] = {}
 RECOMPUTED = "activation_checkpoint=full"
-DEEPSEEK = "model=deepseek_v3_debug"
 FURTHER = f"{DEEPSEEK} model.mtp.depth=1"
-AUXILIARY = f"{DEEPSEEK} model.moe.aux_loss_coeff=1"
 HEAD_NORMS = "model=qwen3_debug"
 PLANTED = [
     (planted.denominator_of_own_tokens, "fsdp", "", "loss,"),
@@ -230,6 +238,14 @@ PLANTED = [
     (planted.rows_by_rank, "ep", DEEPSEEK, "output of layers.1.moe,"),
     (planted.rows_over_capacity_left_out, "ep_capacity", DEEPSEEK, "output of layers.1.moe,"),
     (planted.empty_places_have_rows, "ep_capacity", MIXTURE, "gradient of layers.3.moe.experts"),
+    (planted.empty_rows_have_labels, "fsdp_rows", "", "number of tokens"),
+    (planted.empty_rows_are_routed, "ep_rows", AUXILIARY, "gradient of layers.3.moe.router.weight"),
+    (
+        planted.empty_rows_are_counted,
+        "ep_rows",
+        AUXILIARY,
+        "gradient of layers.3.moe.router.weight",
+    ),
     (planted.loads_not_summed, "tp", FURTHER, "loads of layers.1.moe,"),
 ]
 

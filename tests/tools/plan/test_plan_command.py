@@ -91,10 +91,22 @@ def test_a_default_batch_fits_the_layout_of_a_plan(capfd):
         "NOTE training.global_batch_size=16 instead of 8: 1 row for each" in capfd.readouterr().err
     )
     for typed in ([*layout, "training.global_batch_size=8"], [*layout, "experiment=quickstart"]):
-        with pytest.raises(
-            UserError, match=r"=[48]: must be a multiple of the data-parallel ranks"
-        ):
+        with pytest.raises(UserError, match=r"=[48]: must have a row for each"):
             compose_job(typed, config_name="plan", schema=VERB.job)
+
+
+def test_the_fullest_rank_is_planned():
+    typed = ["model=llama3_tiny", "cluster=slurm_h100", "parallelism=fsdp", "cluster.ranks=7"]
+    uneven, even = (
+        make_plan(compose_job([*typed, f"training.global_batch_size={size}"]))
+        for size in (1024, 1029)
+    )
+    assert uneven.peak == even.peak
+    assert uneven.speed.step_seconds == even.speed.step_seconds
+    rates = [plan.speed.tokens_per_second_per_rank for plan in (uneven, even)]
+    assert rates[0] / rates[1] == pytest.approx(1024 / 1029)
+    says = "1,024 sequences on 7 data-parallel ranks x 147 rows: 0.5% of the rows are empty"
+    assert uneven.notes == [says, *even.notes]
 
 
 def test_every_line(monkeypatch):

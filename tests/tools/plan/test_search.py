@@ -76,8 +76,9 @@ def every_job(base, ranks):
             SCHEDULES_TRIED if pipelined else ["1F1B"],
             [None, *range(1, 6)] if pipelined else [None],
         ):
-            if pipelined and local * of["dp_replicate"] * of["dp_shard"] != base.global_batch_size:
-                continue  # a pipeline is filled and drained once per step
+            share = base.global_batch_size // (of["dp_replicate"] * of["dp_shard"])
+            if share % local or (pipelined and local != share):
+                continue  # no rows are empty; a pipeline is filled and drained once per step
             moved = of | {
                 "pp_microbatch_size": size,
                 "pp_schedule": schedule,
@@ -238,6 +239,7 @@ def test_options_of_a_format_are_legal_in_a_search():
         parallelism.pp_schedule=GPipe                                     schedule          [null, GPipe]
         activation_checkpoint=full                                        mode              [full]
         training.local_batch_size=2                                       local_batch_size  [2]
+        parallelism=fsdp training.global_batch_size=12                    local_batch_size  [1, 2]
         parallelism.dp_shard=-1 training.local_batch_size=null            pp                [1, 2, 4, 8]
         parallelism=fsdp_tp                                               pp                [1]
         parallelism=fsdp_tp                                               dp_replicate      [1]
