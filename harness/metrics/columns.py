@@ -4,7 +4,6 @@
 and a test compares them with what runs write. Imports no torch.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,17 +35,3 @@ class Metric:
         if callable(self.line):
             return self.line(value)
         return self.line.format(value, rest=key.removeprefix(self.name.removesuffix("*")))
-
-
-def metrics_of(table: str) -> tuple[Metric, ...]:
-    """Columns of a text with a line for each: name, unit, condition and text, two spaces or more apart.
-
-    Tables without conditions leave theirs out. A line that is indented by eight spaces or more
-    belongs to the one before.
-    """
-    found = []
-    for line in re.sub(r"\n {8,}", " ", table).strip().splitlines():
-        name, unit, *conditions, text = re.split(" {2,}", line.strip())
-        when = "".join(conditions)
-        found.append(Metric(name, unit, text, "" if when == "always" else when))
-    return tuple(found)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.metrics.columns import Metric, metrics_of
+from harness.metrics.columns import Metric
 
 DATA = "data"
 VALIDATION = "validation"
@@ -44,21 +44,35 @@ INTERVAL = (
         "profiled_steps", "count", "Steps left out of throughput: a profiler ran.", "`profiling=on`"
     ),
 )
-SUMMARY = metrics_of("""
-    window.window_steps              count     Steps after warm-up, without profiled ones.
-    window.window_seconds            s         Their total time.
-    window.window_tokens             tokens    Their total tokens.
-    window.step_seconds_median       s         Median time of a step, as all quantiles of the last 1,000.
-    window.step_seconds_p10          s         10th percentile of the time of a step.
-    window.step_seconds_p90          s         90th percentile of the time of a step.
-    window.step_seconds_spread       ratio     (p90 - p10) / median.
-    window.tokens_per_second         tokens/s  All tokens over all seconds, as in every table.
-    window.tokens_per_second_p10     tokens/s  10th percentile of the rates of single steps.
-    window.tokens_per_second_p90     tokens/s  90th percentile of the rates of single steps.
-    window.tokens_per_second_median  tokens/s  Mean tokens of a step over the median time.
-    window.data_share                0 to 1    Share of the window spent waiting for data.
-    window.profiled_steps            count     Steps left out because a profiler ran; null if none.
-""")
+SUMMARY = (
+    Metric("window.window_steps", "count", "Steps after warm-up, without profiled ones."),
+    Metric("window.window_seconds", "s", "Their total time."),
+    Metric("window.window_tokens", "tokens", "Their total tokens."),
+    Metric(
+        "window.step_seconds_median",
+        "s",
+        "Median time of a step, as all quantiles of the last 1,000.",
+    ),
+    Metric("window.step_seconds_p10", "s", "10th percentile of the time of a step."),
+    Metric("window.step_seconds_p90", "s", "90th percentile of the time of a step."),
+    Metric("window.step_seconds_spread", "ratio", "(p90 - p10) / median."),
+    Metric(
+        "window.tokens_per_second", "tokens/s", "All tokens over all seconds, as in every table."
+    ),
+    Metric(
+        "window.tokens_per_second_p10", "tokens/s", "10th percentile of the rates of single steps."
+    ),
+    Metric(
+        "window.tokens_per_second_p90", "tokens/s", "90th percentile of the rates of single steps."
+    ),
+    Metric(
+        "window.tokens_per_second_median", "tokens/s", "Mean tokens of a step over the median time."
+    ),
+    Metric("window.data_share", "0 to 1", "Share of the window spent waiting for data."),
+    Metric(
+        "window.profiled_steps", "count", "Steps left out because a profiler ran; null if none."
+    ),
+)
 
 
 class StepTime(NamedTuple):

@@ -12,25 +12,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.metrics.columns import metrics_of
+from harness.metrics.columns import Metric
 from harness.model.part import ModelPart
 from harness.util.annotation import annotated
 
-LOADS = metrics_of("""
-    moe.load_max         ratio  mixtures                    Largest load of an expert over its layer's mean.
-    moe.load_min         ratio  mixtures                    Smallest load of an expert over its layer's mean.
-    moe.load_max.*       ratio  mixtures                    The same for one layer; the name ends in its
-        number.
-    moe.load_min.*       ratio  mixtures                    The same for one layer; the name ends in its
-        number.
-    moe.rank_load_max    ratio  mixtures, `parallelism.ep`  Largest load of a rank of experts over the mean:
-        the others wait for it.
-    moe.rank_load_max.*  ratio  mixtures, `parallelism.ep`  The same for one layer; the name ends in its
-        number.
-    moe.unused           count  mixtures                    Experts without a token, over all layers.
-    moe.dropped          count  mixtures                    Choices of an expert that were not computed:
-        always 0.
-""")
+LOADS = (
+    Metric("moe.load_max", "ratio", "Largest load of an expert over its layer's mean.", "mixtures"),
+    Metric(
+        "moe.load_min", "ratio", "Smallest load of an expert over its layer's mean.", "mixtures"
+    ),
+    Metric(
+        "moe.load_max.*",
+        "ratio",
+        "The same for one layer; the name ends in its number.",
+        "mixtures",
+    ),
+    Metric(
+        "moe.load_min.*",
+        "ratio",
+        "The same for one layer; the name ends in its number.",
+        "mixtures",
+    ),
+    Metric(
+        "moe.rank_load_max",
+        "ratio",
+        "Largest load of a rank of experts over the mean: the others wait for it.",
+        "mixtures, `parallelism.ep`",
+    ),
+    Metric(
+        "moe.rank_load_max.*",
+        "ratio",
+        "The same for one layer; the name ends in its number.",
+        "mixtures, `parallelism.ep`",
+    ),
+    Metric("moe.unused", "count", "Experts without a token, over all layers.", "mixtures"),
+    Metric(
+        "moe.dropped", "count", "Choices of an expert that were not computed: always 0.", "mixtures"
+    ),
+)
 
 # M: layers with experts, E: experts
 

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness.metrics.columns import Metric, metrics_of
+from harness.metrics.columns import Metric
 from harness.util import __version__
 from harness.util.encoding import dumps, flatten, parse_object
 from harness.util.files import write_atomically
@@ -23,33 +23,38 @@ _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
 _GIT_SECONDS = 20
 GOES_ON = "`cluster.on_node_loss=continue`"
 RUN = (
-    *metrics_of("""
-    id           hash    Job id: hash of all numerics and execution fields.
-    numerics_id  hash    Hash of the numerics fields; layouts of one experiment share it.
-    name         text    Field `name` of the job.
-    exit_reason  text    `completed`, `interrupted` or `failed`.
-    exit_code    number  Exit code of the command (see verbs).
-    world_size   count   Number of ranks.
-"""),
+    Metric("id", "hash", "Job id: hash of all numerics and execution fields."),
+    Metric(
+        "numerics_id", "hash", "Hash of the numerics fields; layouts of one experiment share it."
+    ),
+    Metric("name", "text", "Field `name` of the job."),
+    Metric("exit_reason", "text", "`completed`, `interrupted` or `failed`."),
+    Metric("exit_code", "number", "Exit code of the command (see verbs)."),
+    Metric("world_size", "count", "Number of ranks."),
     Metric("losses", "count", "Nodes lost so far, of a run that went on without them.", GOES_ON),
     Metric("lost_steps", "count", "Steps that were done again because of them.", GOES_ON),
-    *metrics_of("""
-    wall_seconds        s       always                Time of all attempts, from the start of the command to
-        its end; not between them.
-    goodput             0 to 1  always                `train_seconds` over `wall_seconds`; null if unknown.
-    error.kind          text    failure               Failure class (see troubleshooting).
-    error.type          text    failure               Class of the exception.
-    error.rank          number  failure               Rank that failed first; null for the controller.
-    error.step          count   failure               Last step that rank completed.
-    error.message       text    failure               Message of the exception.
-    error.allocation    text    `out_of_memory`       Size of the allocation that failed.
-    error.operation     text    `collective_timeout`  Collective that timed out.
-    error.absent_ranks  list    `collective_timeout`  Ranks that never reached the collective.
-    job.*               field   always                Every field of the resolved job.
-    code.*              text    always                Commit, whether the tree was dirty, and versions of the
-        packages.
-    host.*              text    always                Host name, system and cores.
-"""),
+    Metric(
+        "wall_seconds",
+        "s",
+        "Time of all attempts, from the start of the command to its end; not between them.",
+    ),
+    Metric("goodput", "0 to 1", "`train_seconds` over `wall_seconds`; null if unknown."),
+    Metric("error.kind", "text", "Failure class (see troubleshooting).", "failure"),
+    Metric("error.type", "text", "Class of the exception.", "failure"),
+    Metric("error.rank", "number", "Rank that failed first; null for the controller.", "failure"),
+    Metric("error.step", "count", "Last step that rank completed.", "failure"),
+    Metric("error.message", "text", "Message of the exception.", "failure"),
+    Metric("error.allocation", "text", "Size of the allocation that failed.", "`out_of_memory`"),
+    Metric("error.operation", "text", "Collective that timed out.", "`collective_timeout`"),
+    Metric(
+        "error.absent_ranks",
+        "list",
+        "Ranks that never reached the collective.",
+        "`collective_timeout`",
+    ),
+    Metric("job.*", "field", "Every field of the resolved job."),
+    Metric("code.*", "text", "Commit, whether the tree was dirty, and versions of the packages."),
+    Metric("host.*", "text", "Host name, system and cores."),
 )
 """Columns of result.json beside the trainer's (``RunRecord.end``)."""
 

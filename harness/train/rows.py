@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from harness.metrics.columns import Metric, metrics_of
+from harness.metrics.columns import Metric
 from harness.metrics.memory import MEMORY
 from harness.metrics.mfu import UTILIZATION
 from harness.metrics.window import INTERVAL, RATE, SUMMARY
@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _STEP = Metric("step", "count", "Optimizer step, from 1.")
 _TIME = Metric("time", "s", "Unix time at which the row was written.")
-_SOURCES = metrics_of("""
-    tokens.*  tokens  `data=mixture`  Tokens of a source since step 1; padding counts, and so do batches left
-        out.
-    epochs.*  count   `data=mixture`  Epochs of a source since step 1; not of streams.
-""")
+_SOURCES = (
+    Metric(
+        "tokens.*",
+        "tokens",
+        "Tokens of a source since step 1; padding counts, and so do batches left out.",
+        "`data=mixture`",
+    ),
+    Metric(
+        "epochs.*", "count", "Epochs of a source since step 1; not of streams.", "`data=mixture`"
+    ),
+)
 _ROW = (
     _STEP,
     Metric(
@@ -80,28 +86,26 @@ _ROW = (
 )
 _RANK = (
     _STEP,
-    *metrics_of("""
-    rank          number      The rank.
-    stage         number      Its pipeline stage.
-    host          text        Name of its node.
-    device        text        Name of its device.
-    loss          nats/token  Mean loss of the tokens that it counts; null if another rank does.
-    step_seconds  s           Mean time of its steps since the last row, warm-up included.
-    data_share    0 to 1      Share of its time spent waiting for data, without warm-up.
-"""),
+    Metric("rank", "number", "The rank."),
+    Metric("stage", "number", "Its pipeline stage."),
+    Metric("host", "text", "Name of its node."),
+    Metric("device", "text", "Name of its device."),
+    Metric(
+        "loss", "nats/token", "Mean loss of the tokens that it counts; null if another rank does."
+    ),
+    Metric("step_seconds", "s", "Mean time of its steps since the last row, warm-up included."),
+    Metric("data_share", "0 to 1", "Share of its time spent waiting for data, without warm-up."),
     _TIME,
 )
 _RESULT = (
     Metric("step", "count", "Last step completed.", in_summary=True),
-    *metrics_of("""
-    start_step          count  Step that this attempt started from; 0 for a new run.
-    resumed_from        path   Checkpoint that was loaded; null for a new run.
-    saved               bool   Whether the last step is checkpointed.
-    checkpoint.step     count  Step of the newest checkpoint of this attempt.
-    checkpoint.saves    count  Checkpoints written by this attempt.
-    checkpoint.failed   count  Saves that failed.
-    checkpoint.seconds  s      Time that training waited for checkpoints.
-"""),
+    Metric("start_step", "count", "Step that this attempt started from; 0 for a new run."),
+    Metric("resumed_from", "path", "Checkpoint that was loaded; null for a new run."),
+    Metric("saved", "bool", "Whether the last step is checkpointed."),
+    Metric("checkpoint.step", "count", "Step of the newest checkpoint of this attempt."),
+    Metric("checkpoint.saves", "count", "Checkpoints written by this attempt."),
+    Metric("checkpoint.failed", "count", "Saves that failed."),
+    Metric("checkpoint.seconds", "s", "Time that training waited for checkpoints."),
     Metric("tokens", "tokens", "Tokens processed since step 1, without padding.", in_summary=True),
     Metric("loss", "nats/token", "Loss of the last step.", in_summary=True),
     Metric(
@@ -110,24 +114,35 @@ _RESULT = (
         "Loss of the last validation on the held-out documents of `data`; null without one.",
         in_summary=True,
     ),
-    *metrics_of("""
-    best_validation_loss  nats/token  always                               Lowest `validation_loss` so far,
-        over all attempts; null without one.
-    best_validation_step  count       always                               Step of that validation.
-    validation_loss.*     nats/token  `data=mixture` or `validation.sets`  The same for a source or a set, of
-        this attempt.
-    evaluation.*          number      evaluation                           Metrics of the last evaluation of
-        this attempt.
-"""),
+    Metric(
+        "best_validation_loss",
+        "nats/token",
+        "Lowest `validation_loss` so far, over all attempts; null without one.",
+    ),
+    Metric("best_validation_step", "count", "Step of that validation."),
+    Metric(
+        "validation_loss.*",
+        "nats/token",
+        "The same for a source or a set, of this attempt.",
+        "`data=mixture` or `validation.sets`",
+    ),
+    Metric(
+        "evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"
+    ),
     *_SOURCES,
-    *metrics_of("""
-    skipped_steps       count  Updates skipped: a number not finite, or a spike.
-    spikes              count  Spikes found (`debug.spikes`).
-    left_out_batches    count  Batches that `debug.spikes=rewind` leaves out.
-    train_seconds       s      Time of the steps that count, of all attempts: not of steps that were lost and
-        done again.
-    first_step_seconds  s      Time from the start of the command to the end of the first step.
-"""),
+    Metric("skipped_steps", "count", "Updates skipped: a number not finite, or a spike."),
+    Metric("spikes", "count", "Spikes found (`debug.spikes`)."),
+    Metric("left_out_batches", "count", "Batches that `debug.spikes=rewind` leaves out."),
+    Metric(
+        "train_seconds",
+        "s",
+        "Time of the steps that count, of all attempts: not of steps that were lost and done again.",
+    ),
+    Metric(
+        "first_step_seconds",
+        "s",
+        "Time from the start of the command to the end of the first step.",
+    ),
     Metric(
         "recovery_seconds",
         "s",
@@ -141,16 +156,20 @@ _RESULT = (
         "there, had `loaded` the checkpoint, and had done the `first_step`.",
         GOES_ON,
     ),
-    *metrics_of("""
-    compile_seconds         s       Time spent in torch.compile.
-    recompiles              count   Graphs compiled again after the first step.
-    parameters              count   Parameters of the model.
-    flops_per_token_full    FLOP    Model FLOPs per token of the window, attention counted in full.
-    flops_per_token_causal  FLOP    The same with the attention that masks leave.
-    peak_flops              FLOP/s  Peak of the device that MFU is computed against; null if unknown.
-    peak_origin             text    Source of that peak, or why there is none.
-    device                  text    Name of the device.
-"""),
+    Metric("compile_seconds", "s", "Time spent in torch.compile."),
+    Metric("recompiles", "count", "Graphs compiled again after the first step."),
+    Metric("parameters", "count", "Parameters of the model."),
+    Metric(
+        "flops_per_token_full",
+        "FLOP",
+        "Model FLOPs per token of the window, attention counted in full.",
+    ),
+    Metric("flops_per_token_causal", "FLOP", "The same with the attention that masks leave."),
+    Metric(
+        "peak_flops", "FLOP/s", "Peak of the device that MFU is computed against; null if unknown."
+    ),
+    Metric("peak_origin", "text", "Source of that peak, or why there is none."),
+    Metric("device", "text", "Name of the device."),
     *SUMMARY,
     *UTILIZATION,
     *MEMORY,
