@@ -40,15 +40,15 @@ BUDGETS = {
     "optimizer": 9_800,
     "checkpoint": 13_850,
     "weights": 20_502,
-    "train": 27_000,
+    "train": 27_600,
     "compose": 18_000,
     "launch": 31_000,
     "tools": 92_500,
     "contrib": 26_060,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 366_000
-TESTS_AT_MOST = 265_000
+HARNESS_AT_MOST = 368_000
+TESTS_AT_MOST = 267_000
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
