@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from itertools import product
-from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,18 +52,3 @@ def save(figure: Figure, path: Path, title: str = "", handles: Sequence[Any] = (
     # Omit matplotlib's version, so that equal pictures are equal files.
     figure.savefig(image, format="png", dpi=140, metadata={"Software": None})
     write_atomically(path, image.getvalue())
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Return a few round numbers as ticks of a logarithmic axis."""
-    if high < 8 * low:
-        from matplotlib.ticker import MaxNLocator
-
-        return [
-            tick
-            for tick in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-            if tick > 0
-        ]
-    decades = range(int(log10(low)) - 1, int(log10(high)) + 1)
-    round_numbers = [digit * 10.0**decade for decade, digit in product(decades, (1, 2, 5))]
-    return [tick for tick in round_numbers if low <= tick <= high]

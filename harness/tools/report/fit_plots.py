@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit, Frontier
-from harness.util.plots import COLORS, new_panels, save, ticks
+from harness.util.plots import COLORS, new_panels, save
 from harness.util.words import counted
 
 if TYPE_CHECKING:
@@ -96,8 +96,10 @@ def draw_isoflop(path: Path, title: str, found: Frontier) -> str:
 
 def name_ticks(side: Axis, form: Callable[[float], str]) -> None:
     """Label a logarithmic axis with a few round numbers."""
-    from matplotlib.ticker import FixedLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    side.set_major_locator(FixedLocator(ticks(*side.get_view_interval())))
+    low, high = side.get_view_interval()
+    is_narrow = high < 8 * low
+    side.set_major_locator(MaxNLocator(7) if is_narrow else LogLocator(subs=(1, 2, 5)))
     side.set_minor_locator(NullLocator())
     side.set_major_formatter(lambda value, _: form(value))
