@@ -1,7 +1,5 @@
 """Tables of cases as texts, with aligned columns."""
 
-from __future__ import annotations
-
 import re
 
 import yaml

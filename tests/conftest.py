@@ -1,7 +1,5 @@
 """Shared fixtures: one pool of ranks, and marks that skip tests with a reason."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Run conversions, compare weights, and make files of Meta's format."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

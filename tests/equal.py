@@ -1,7 +1,5 @@
 """Bitwise comparison of tensors."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """One rank of a world whose other ranks do not exist: torch's fake process group, which sends nothing."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch.distributed as dist

@@ -4,8 +4,6 @@
 (``random_model``), transformers' model with the same weights (``to_transformers``), and tokens (``batch``).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

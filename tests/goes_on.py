@@ -1,7 +1,5 @@
 """What a run that goes on after losses must share with one that lost nothing."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Weights in memory, with the interface of a checkpoint source."""
 
-from __future__ import annotations
-
 from harness.weights.source import TensorFacts
 
 

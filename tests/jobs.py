@@ -1,7 +1,5 @@
 """Jobs of the smallest model, and their runs in this process or on ranks of a pool."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 

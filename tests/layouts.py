@@ -1,7 +1,5 @@
 """Comparisons of layouts with one process."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from typing import Any

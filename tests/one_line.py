@@ -1,7 +1,5 @@
 """Errors of one line."""
 
-from __future__ import annotations
-
 import pytest
 
 

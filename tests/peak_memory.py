@@ -1,7 +1,5 @@
 """Measure the peak memory of a conversion."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A Llama from its paper and Meta's code, with no code of the harness: what models are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Jobs of one line, for tests of the plan: fields of a layout are named without ``parallelism.``"""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import fields
 

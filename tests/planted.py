@@ -1,7 +1,5 @@
 """Errors to plant on ranks, each in one function; ``docs/silent_errors.md`` has their origins."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager

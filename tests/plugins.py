@@ -1,7 +1,5 @@
 """Installed packages with entry points, made of their metadata and a module."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path

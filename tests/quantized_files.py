@@ -3,8 +3,6 @@
 Written without the harness's code: E4M3 is torch's, E2M1 and E8M0 are those of OCP Microscaling Formats 1.0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

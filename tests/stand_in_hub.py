@@ -1,7 +1,5 @@
 """A local hub with the few endpoints that huggingface_hub uses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """docs/adding_a_model.md, followed to the letter in a copy of the sources."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

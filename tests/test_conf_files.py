@@ -1,7 +1,5 @@
 """Every file that ships under conf/, experiments/ and sweeps/ composes, validates and builds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

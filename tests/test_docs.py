@@ -1,7 +1,5 @@
 """README and docs/: commands compose, shown errors are exact, links exist, the reference is complete."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Packed documents that do not see each other: a sample of several is each of them alone, in every layout."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What experiments/ measures: tables and ratios of made-up rows, what fits, and how memory is counted."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """docs/howto/extend.md: its package is installed into a fresh environment, where the page's commands run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

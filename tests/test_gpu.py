@@ -1,7 +1,5 @@
 """What only a GPU can show: from the same initial values it computes what a CPU computes."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 What is private in torch is listed with the versions in which it was read.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pkgutil

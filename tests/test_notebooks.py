@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom, and prints what is stored in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The wheel holds all that the checkout has: modules, the configuration tree, the shipped tokenizer."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Mistakes on the command line: each gives one line with field, value, rule and what would work."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

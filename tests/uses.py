@@ -1,7 +1,5 @@
 """What a test uses: the pool of ranks, a SLURM scheduler, or processes that it starts itself."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from functools import cache

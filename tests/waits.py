@@ -1,7 +1,5 @@
 """Find where the host would wait for a GPU, without one: tensors on ``meta`` have no values to read."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

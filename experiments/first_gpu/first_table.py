@@ -1,7 +1,5 @@
 """The table of a first measurement: checks, ceilings, training, decoding and updates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchtitan's published rows of December 2024, and the jobs of the experiments that repeat them."""
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ with fewer than ``FEWEST`` sources has the band of all rows, or the hull of that
 hardware has as many. ``coverage`` counts rows inside of bands that were made without the row's own source.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import statistics

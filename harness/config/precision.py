@@ -1,7 +1,5 @@
 """Number formats of parameters, computation and reductions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from harness.config.fields import Switch, execution, numerics

@@ -7,8 +7,6 @@ transformers renders templates (the extra ``chat``), in its sandbox. ``strftime_
 job's date.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import json

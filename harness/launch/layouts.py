@@ -3,8 +3,6 @@
 They are chosen before it begins, and kept in its run folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -13,8 +13,6 @@ A node of ``cluster=local`` is a rank. Layouts for fewer nodes are made when a r
 (``layouts.py``).
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Spikes of the loss or the gradient norm, which ``debug.spikes`` asks for. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ are multiplied at once: under tensor parallel over all shards, but each replica 
 rows. So a float8 layout agrees with a process that takes the same rows at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +24,7 @@ from harness.precision.linears import require_device
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
+    pass
 
 RECIPES = {
     "float8_tensorwise": "tensorwise",

@@ -1,7 +1,5 @@
 """Training runs on a test's ranks, stopped and resumed within the process, and their results."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

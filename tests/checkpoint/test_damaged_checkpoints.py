@@ -1,7 +1,5 @@
 """Damaged and forged checkpoints cost the steps since the one before, and no code that they name is run."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Every JSON file of a run folder, damaged key by key: a one-line error, no traceback, no data lost."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Effects of the checkpoint group's fields, on one rank in this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """scale: resized models keep their proportions, lengths and hyperparameters follow their formulas."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Components in files beside an experiment, as FILE.py:NAME: recorded by content, run, copied, refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

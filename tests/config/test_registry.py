@@ -1,7 +1,5 @@
 """Names that installed packages add to a table: found, listed, and refused in one line."""
 
-from __future__ import annotations
-
 import fractions
 import re
 import sys

@@ -1,7 +1,5 @@
 """Rules declared beside fields: words, errors, and defaults that obey them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass

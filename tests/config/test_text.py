@@ -1,7 +1,5 @@
 """Strings of a job: each is one line, and none contains a secret."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

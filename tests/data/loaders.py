@@ -1,7 +1,5 @@
 """Loaders of small samples, what the ranks of a layout read, and the same without the code under test."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

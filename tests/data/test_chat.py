@@ -1,7 +1,5 @@
 """Conversations get transformers' tokens, and the assistant's are learned."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import gzip

@@ -1,7 +1,5 @@
 """Conversations are packed first-fit, against a plain implementation; and the rows of all layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

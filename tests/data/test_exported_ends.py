@@ -1,7 +1,5 @@
 """What an export says beside the geometry: transformers stops where a turn or a document ends."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenizing in units: the result of any number of processes, kills and resumes is that of a plain loop."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Tokenizers of every kind: their files, and their exports loaded by transformers."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

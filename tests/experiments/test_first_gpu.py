@@ -1,7 +1,5 @@
 """A first measurement: rows and their table, limits, checks that can fail, and the script without a GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

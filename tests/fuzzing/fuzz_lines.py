@@ -1,7 +1,5 @@
 """Command lines for every verb, drawn from a seed: most have one or more mistakes, some are legal."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

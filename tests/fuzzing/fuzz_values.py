@@ -1,7 +1,5 @@
 """What command lines of the fuzzer are made of: values of every wrong kind, flags, files and environments."""
 
-from __future__ import annotations
-
 LONG = "x" * 300
 MANY_DIGITS = "9" * 300
 

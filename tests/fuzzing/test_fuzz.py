@@ -1,7 +1,5 @@
 """Command lines that are drawn: none ends in a traceback or without end, and a mistake is one line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

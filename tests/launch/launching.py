@@ -1,7 +1,5 @@
 """Start real jobs as a user does, and inspect their processes from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

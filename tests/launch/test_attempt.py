@@ -1,7 +1,5 @@
 """One attempt at a SLURM job, without SLURM: the verdict on its ranks, and code that cannot be imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A job's input files are checked before it is submitted."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock

@@ -3,8 +3,6 @@
 Every test starts real processes and ends them by real means.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

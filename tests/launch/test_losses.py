@@ -1,7 +1,5 @@
 """A run that goes on without lost ranks: what counts as lost, and that nothing else changes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pool of ranks: values, failures, deaths, hangs, and its own end."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import signal

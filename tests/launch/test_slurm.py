@@ -1,7 +1,5 @@
 """Scripts and options for SLURM, its commands and checks, without SLURM. Tests with SLURM: tests/slurm."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

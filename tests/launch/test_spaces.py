@@ -1,7 +1,5 @@
 """The spaces of sweeps/: their descriptions, lists of points, and the time to plan a large one."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

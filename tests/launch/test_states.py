@@ -1,7 +1,5 @@
 """The state of a run from its folder and SLURM's queue, and the rows of jobs that ended without one."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Points that Optuna chooses: values and failures in its storage, continuing, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Jobs that cannot be submitted, are lost, or miss their run folder, with a mocked SLURM."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

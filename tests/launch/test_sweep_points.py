@@ -1,7 +1,5 @@
 """Points of a sweep: their folders, and their arrays within one limit."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """metrics.jsonl: valid JSON and complete rows, also after crashes and resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import closing

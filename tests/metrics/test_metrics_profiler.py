@@ -1,7 +1,5 @@
 """Traces: they hold exactly the configured steps, are valid Chrome traces, and do not affect throughput."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

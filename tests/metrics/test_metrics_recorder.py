@@ -1,7 +1,5 @@
 """The recorder: the file first, then the console, which may be closed without stopping a run."""
 
-from __future__ import annotations
-
 import io
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """W&B, TensorBoard and MLflow, read back from the files they write; a failing view does not stop a run."""
 
-from __future__ import annotations
-
 import math
 import struct
 import threading

@@ -1,7 +1,5 @@
 """Times of steps by hand, the window of throughput, MFU, and peak memory."""
 
-from __future__ import annotations
-
 import statistics
 import tracemalloc
 

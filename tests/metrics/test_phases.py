@@ -1,7 +1,5 @@
 """Phases of a step: times add up to the step, collectives have their own, slow ranks are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Groups of rows: padding them, and what bfloat16 on GPUs relies on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from equal import assert_equal

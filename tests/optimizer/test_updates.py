@@ -1,7 +1,5 @@
 """Settings and updates of every kind of optimizer: against formulas, torch's optimizers, and by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

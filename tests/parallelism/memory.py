@@ -1,7 +1,5 @@
 """Memory measurement for tests: bytes of live tensors."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 

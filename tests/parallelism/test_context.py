@@ -1,7 +1,5 @@
 """Context parallel: positions of ranks; attention over split sequences equals that of one process."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

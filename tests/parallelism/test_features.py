@@ -1,7 +1,5 @@
 """What a layout could change, on the layouts that split it, against one process."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -4,8 +4,6 @@ No job computes in float64. Here what casts to float32 keeps doubles as they are
 float32: its numbers are the same on all ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """torch 2.11 and 2.12: what is refused, and what takes the place of names that they lack."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest.mock import MagicMock

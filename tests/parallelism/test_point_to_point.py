@@ -4,8 +4,6 @@ NCCL executes a rank's sends and receives in one group sequentially, and each wa
 does not, so an order that deadlocks with NCCL works on CPUs.
 """
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Emulated float8 and mxfp8, of linears and experts: against hand-computed values, bfloat16, one process."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The run folder: one attempt at a time, no files lost, the cause of a failure and absent ranks recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Run the harness's commands against a test's scheduler, in the test's own folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

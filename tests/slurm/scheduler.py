@@ -1,7 +1,5 @@
 """A real SLURM of four virtual nodes on this machine: own configuration, own key, nothing in /etc."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -1,7 +1,5 @@
 """Single jobs and arrays on a real SLURM: equal numerics, no effect of edits, no loss by requeues."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A job that loses its nodes, to the administrator and to a crash, and one that leaves an unfit node."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 

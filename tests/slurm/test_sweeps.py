@@ -1,7 +1,5 @@
 """A sweep on a real SLURM with invalid, raising, out-of-memory and killed points, and a killed controller."""
 
-from __future__ import annotations
-
 import csv
 import json
 import signal

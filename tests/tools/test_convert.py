@@ -1,7 +1,5 @@
 """Conversions between all formats keep the weights, checked with transformers, in little memory."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

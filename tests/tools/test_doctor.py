@@ -1,7 +1,5 @@
 """``harness doctor``: a machine without a GPU, a driver that is too old, and a node by srun."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,7 +1,5 @@
 """Files are downloaded by the hub's own client; refusals are one line, and the next commands work."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """``harness verify``: which file of a checkpoint is damaged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One optimizer step: its loss, token counts and norm, on one rank and on several."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

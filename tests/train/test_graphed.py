@@ -1,7 +1,5 @@
 """An engine with captured steps computes what the plain one does. Graphs need a GPU: test_gpu.py has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

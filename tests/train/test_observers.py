@@ -1,7 +1,5 @@
 """Observers: they change no number of a run, a package can add one, and all are closed."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

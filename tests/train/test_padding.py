@@ -1,7 +1,5 @@
 """Padding is no token: losses, gradients, loads, biases and counts are those of a batch without it."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Statistics of activations: against their definitions in float64, and what a probe leaves unchanged."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Settings of a rank's process: set once, and the user's own settings win."""
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

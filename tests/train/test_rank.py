@@ -1,7 +1,5 @@
 """One rank: its records when it fails, and its end with the process that started it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

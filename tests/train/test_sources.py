@@ -1,7 +1,5 @@
 """Losses and tokens of a mixture's sources, on every layout and in the metrics."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Steps of scheduled sizes: gradients equal those of a job of these sizes, and metrics count their tokens."""
 
-from __future__ import annotations
-
 import jobs
 import pytest
 import torch

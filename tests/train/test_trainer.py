@@ -1,7 +1,5 @@
 """The loop: rows, validation, policies for values that are not finite, garbage collection, determinism."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

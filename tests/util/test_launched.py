@@ -1,7 +1,5 @@
 """A launcher's environment variables are complete and valid, or a one-line error."""
 
-from __future__ import annotations
-
 import pytest
 from cases import rows
 from one_line import one_line

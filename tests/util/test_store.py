@@ -1,7 +1,5 @@
 """One builder at a time: on one node, on several, and on file systems without locks."""
 
-from __future__ import annotations
-
 import threading
 import time
 

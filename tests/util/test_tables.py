@@ -1,7 +1,5 @@
 """One table in every format, with unknown values, a marked row and names that look like HTML."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """Every family (tests/families_table.py) against transformers, and conversions of its weights."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model out of a config.json: the shipped ones come back, and no file ends in a traceback."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """Quantized weights are those that transformers and an independent decoder read."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

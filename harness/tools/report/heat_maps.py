@@ -1,7 +1,5 @@
 """Maps of layers and steps on the page of a report: of ``metrics.tensors`` and ``metrics.activations``."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A family: Arcee's models at Hugging Face; fields as in transformers' models/arcee."""
 
-from __future__ import annotations
-
 from harness.config.model import ModelConfig
 from harness.weights.families.core import (
     ATTENTION,

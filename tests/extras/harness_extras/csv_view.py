@@ -1,7 +1,5 @@
 """A view of the metrics: a table for spreadsheets."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An attention kernel: attention written out, with the full square of scores in memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A schedule: the learning rate decays as (1 - x)^exponent."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from harness.config.fields import numerics

@@ -1,7 +1,5 @@
 """The modules of the block ``relu2``."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

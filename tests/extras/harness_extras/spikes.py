@@ -1,7 +1,5 @@
 """An observer of the training loop: warns of jumps of the loss, and counts them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

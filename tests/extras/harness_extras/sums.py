@@ -1,7 +1,5 @@
 """A data source: sums of two numbers as text. Documents are tokenized and cached like those of files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """The verb ``tensors``."""
 
-from __future__ import annotations
-
 from harness.compose.verb import Result, Verb
 from harness.config.job import Job
 from harness.model.spec import tensor_shapes

@@ -1,7 +1,5 @@
 """Jobs of ``harness generate`` and ``harness evaluate`` on the CPU."""
 
-from __future__ import annotations
-
 from harness.compose.composer import compose_job
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.generate import GenerateJob

@@ -1,7 +1,5 @@
 """harness generate: text, JSON, prompts from everywhere, and a line for each mistake."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness through our model give the numbers of its own hf model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Greedy text and scores equal transformers': every family, with and without a cache, on several ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """The file of evaluations, and its columns in tables of runs."""
 
-from __future__ import annotations
-
 from jobs import train
 
 from harness.launch.rows import load

@@ -1,7 +1,5 @@
 """Choice of tokens, and their text while they are generated: complete characters, stop strings."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows and metrics of documents, and a line for each mistake of a user."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """A model that was trained here generates what its export for transformers generates, on ranks too."""
 
-from __future__ import annotations
-
 import keyword
 import pkgutil
 import shutil

@@ -1,7 +1,5 @@
 """Evaluation while training gives the values of ``harness evaluate`` on the checkpoint of that step."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Random valid jobs, each compared with one process; and how they are sampled."""
 
-from __future__ import annotations
-
 from functools import cache
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Every layout computes the same as one process, and the comparison detects layouts that do not."""
 
-from __future__ import annotations
-
 import math
 import re
 

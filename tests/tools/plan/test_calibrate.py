@@ -1,7 +1,5 @@
 """Fitting: the constants behind generated rows are recovered, and the defaults fit the published rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

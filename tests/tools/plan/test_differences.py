@@ -1,7 +1,5 @@
 """The comparison of two jobs: every line of it, and JSON; tests/test_user_errors.py has the mistakes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What the plan says about its errors is what the published rows give."""
 
-from __future__ import annotations
-
 import csv
 import math
 import random

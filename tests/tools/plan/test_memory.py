@@ -1,7 +1,5 @@
 """The plan's memory: against published runs, autograd's saved tensors, torch's allocations, inequalities."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Orders of passes of every schedule: after the passes that they need, with the bubbles of the papers."""
 
-from __future__ import annotations
-
 from itertools import product
 from unittest import mock
 

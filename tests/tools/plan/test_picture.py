@@ -1,7 +1,5 @@
 """The picture: a bar per rank and kind of memory, the limit, and a bar per pass."""
 
-from __future__ import annotations
-
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 

@@ -1,7 +1,5 @@
 """What training builds on a rank of a fake process group, against the parameters and memory of the plan."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """harness plan: every line of its output, JSON, one line per mistake, torch only for pipelines."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What would make a job fit: legal changes, planned as typed, and no larger than needed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

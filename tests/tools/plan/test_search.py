@@ -1,7 +1,5 @@
 """The search: the complete space, the best points by brute force, and a sweep that measures them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A step's time: collectives and links by hand, the update, and properties that must hold."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

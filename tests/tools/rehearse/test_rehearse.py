@@ -1,7 +1,5 @@
 """Rehearsals, as far as no build of torch for CUDA is needed: what is asked, read, compared and shown."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 

@@ -4,8 +4,6 @@ Nothing is computed, so shapes may be those of real models; only the mixtures ar
 is new is rehearsed too, because the lists are those of conf/.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Every rank is a process of its own, as on a node. NCCL's calls return without mo
 The jobs are in float32, because the library has no cuDNN attention (harness/tools/rehearse/substitutes.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Fixtures that replace real plans by given values."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

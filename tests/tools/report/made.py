@@ -1,7 +1,5 @@
 """Synthetic run folders, and plans with given values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

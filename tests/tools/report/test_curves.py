@@ -1,7 +1,5 @@
 """The curves of a report: their points, and what their picture leaves out, names and says."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

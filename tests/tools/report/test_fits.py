@@ -1,7 +1,5 @@
 """Fits of scaling laws: judged by the truth of made-up data, by how often intervals have it, and by scipy."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``harness runs``: all runs of a folder, the last written first."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

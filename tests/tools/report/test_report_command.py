@@ -1,7 +1,5 @@
 """``harness report``: reports of sweeps and experiments, and errors for a wrong folder."""
 
-from __future__ import annotations
-
 import csv
 import re
 import sys

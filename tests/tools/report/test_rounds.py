@@ -1,7 +1,5 @@
 """Runs of one job in several rounds: medians, ranges, and ratios within a round."""
 
-from __future__ import annotations
-
 import pytest
 from jobs import tiny
 

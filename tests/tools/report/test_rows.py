@@ -1,7 +1,5 @@
 """Rows of all kinds of run folders: loaded, named, drawn, and kept when the runs are deleted."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """harness converge from its command to its report; runs are those of harness.train, in this process."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

@@ -1,7 +1,5 @@
 """Runs of a comparison: one for each technique and seed; the impossible is skipped with a reason."""
 
-from __future__ import annotations
-
 from harness.compose.composer import compose_job
 from harness.tools.study.techniques import ConvergeJob, compose_techniques
 

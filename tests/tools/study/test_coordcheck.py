@@ -1,7 +1,5 @@
 """The coordinate check: power laws are found, muP passes, the standard parametrization and mistakes fail."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Verdicts on made-up curves whose true difference is known: both error rates, and each statistic alone."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

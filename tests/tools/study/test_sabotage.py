@@ -1,8 +1,6 @@
 """Training with an error is found: a learning rate 5 % off, a gradient scale missing on one rank, or a
 constant factor on all gradients, which AdamW removes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 
