@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -236,6 +237,7 @@ GROUP_SCORES = ("max", "top2_sum")
 
 
 EXPERTS = Switch("model.moe.num_experts", "model=qwen3_moe_debug")
+ROUTED = Switch("model.moe.force_balance", "model.moe.force_balance=false", operator.not_)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from harness.config.data import DataConfig, ValidationSet
 from harness.config.data_kinds import errors_of_set
 from harness.config.fields import LARGEST_INTEGER, Switch, execution, label, numerics
+from harness.config.model import EXPERTS, ROUTED
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError
 from harness.util.words import plural
@@ -150,6 +151,7 @@ NON_FINITE = ("stop", "skip")
 SPIKES = ("off", "log", "skip", "rewind")
 FINDS_SPIKES = Switch("debug.spikes", "debug.spikes=log", SPIKES[1:].__contains__)
 REWINDS = Switch("debug.spikes", on="rewind")
+ROUTINGS = ("uniform", "zipf", "one_hot", "drifting")
 ATTENTION: Registry[Any] = Registry(
     "attention",
     {
@@ -387,6 +389,13 @@ class DebugConfig:
     half of the window has no verdict."""
     spike_batches: int = numerics(1, least=1, id_omits_default=True, needs=REWINDS)
     """rewind: batches to leave out, of which the spike's is the last; those before the checkpoint stay."""
+    routing: str | None = numerics(
+        None, choices=ROUTINGS, id_omits_default=True, needs=(EXPERTS, ROUTED)
+    )
+    """Experts that tokens go to, regardless of scores, to measure uneven loads: uniform (any, at
+    random); zipf (the n-th with a weight of 1/n); one_hot (all to the first one, their other choices
+    are uniform); drifting (zipf, with the next expert as the first after each step). They depend on
+    the seed, the step, the layer and the position in the sequence. null: the router's choice."""
 
     def validate(self, tp: int, compiled: bool, writes: bool) -> None:
         if self.spikes == "rewind" and not writes:

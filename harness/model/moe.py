@@ -21,6 +21,7 @@ from harness.model.grouped import (
     local_shard,
     padded_positions,
 )
+from harness.model.workloads import IN_TURN, Workload
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F:
 # hidden width, B: batch, T: sequence
@@ -45,6 +46,7 @@ class Router(nn.Linear):
         sequence_parts: number of ranks that the tokens of a sequence are split over.
         over_sequence: function that sums counts over those ranks; None: there is only one.
         positions_T: positions of the sequence that this rank routes, in order; None: all.
+        workload: what chooses experts in place of the scores; None: scores do.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -55,6 +57,9 @@ class Router(nn.Linear):
         self.sequence_parts = 1
         self.over_sequence: Callable[[Tensor], Tensor] | None = None
         self.positions_T: Tensor | None = None
+        self.workload: Workload | None = None
+        if self.config.force_balance:
+            self.workload = Workload(IN_TURN, self.config.num_experts, self.config.top_k)
 
     def forward(  # type: ignore[override]
         self, x_BTC: Tensor, balance_bias_E: Tensor | None, tokens_BT: Tensor | None = None
@@ -68,10 +73,13 @@ class Router(nn.Linear):
             tokens_BT: false where a position is padding; None: all are tokens.
         """
         scores_NE, choice_NE = self.score(x_BTC, balance_bias_E, tokens_BT)
-        if self.config.force_balance:
-            experts_NK = self._in_turn(len(x_BTC), x_BTC.shape[1], x_BTC.device)
-        else:
+        if self.workload is None:
             experts_NK = choice_NE.topk(self.config.top_k, dim=-1, sorted=False).indices
+        else:
+            positions_T = self.positions_T
+            if positions_T is None:
+                positions_T = torch.arange(x_BTC.shape[1], device=x_BTC.device)
+            experts_NK = self.workload.choose(positions_T).repeat(len(x_BTC), 1)
         if tokens_BT is not None:
             experts_NK = experts_NK.masked_fill(~tokens_BT.reshape(-1, 1), self.config.num_experts)
         return Routing(self.weigh(scores_NE, experts_NK, x_BTC.shape[1], tokens_BT), experts_NK)
@@ -112,15 +120,6 @@ class Router(nn.Linear):
         weight_EC = local_shard(self, "weight").float()
         weight_EC = weight_EC if self.multiplier == 1 else weight_EC * self.multiplier
         return F.linear(x_BTC.flatten(0, 1).float(), weight_EC, bias)
-
-    def _in_turn(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """Experts of each position, round-robin, so that loads are equal; independent of the rank."""
-        of = self.config
-        positions_T = self.positions_T
-        if positions_T is None:
-            positions_T = torch.arange(length, device=device)
-        turns_TK = positions_T.unsqueeze(1) * of.top_k + torch.arange(of.top_k, device=device)
-        return (turns_TK % of.num_experts).repeat(batch, 1)
 
     def _allowed(self, choice_NE: Tensor) -> Tensor:
         """Mask of the experts in each token's best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""

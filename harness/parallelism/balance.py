@@ -6,6 +6,7 @@ balancing bias is updated (auxiliary-loss-free balancing, arXiv:2408.15664).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from harness.config.job import Job
 from harness.metrics.columns import Metric
 from harness.model.part import ModelPart
+from harness.model.workloads import Workload, key_of
 from harness.util.annotation import annotated
 
 LOADS = (
@@ -54,11 +56,19 @@ LOADS = (
 # M: layers with experts, E: experts
 
 
+def workload_of(job: Job, layer: int, step: int = 1) -> Workload:
+    """The workload of ``debug.routing`` in a layer and a step."""
+    assert job.debug.routing is not None
+    of = job.model.moe
+    key = key_of(job.training.seed, layer)
+    return Workload(job.debug.routing, of.num_experts, of.top_k, key, step)
+
+
 class Balance:
     """Load counts and balancing biases of all MoE layers; a collective object, one per rank.
 
     It also sets the routers' scale of the auxiliary loss, so that the loss is a mean over the
-    global batch.
+    global batch, and gives them the workload of ``debug.routing``.
 
     Attributes:
         load_ME: tokens routed to each expert in the last step, over the world, int64; None before
@@ -75,6 +85,19 @@ class Balance:
         self.copies = job.parallelism.tp if job.parallelism.splits_experts else 1
         self.set_rows(job.global_batch_size)
         self.load_ME: Tensor | None = None
+        self.step: Tensor | None = None
+        if job.debug.routing is not None:
+            self.step = torch.ones((), dtype=torch.int64, device=device)
+            for part in parts:
+                for layer, moe in part.mixtures.items():
+                    plain = workload_of(job, layer)
+                    key = torch.tensor(plain.key, device=device)
+                    moe.router.workload = replace(plain, key=key, step=self.step)
+
+    def set_step(self, step: int) -> None:
+        """Set the step whose experts ``debug.routing`` gives to tokens."""
+        if self.step is not None:
+            self.step.fill_(step)
 
     def set_rows(self, rows: float | Tensor) -> None:
         """Set the number of sequences of the next global batch, without those that are all padding."""

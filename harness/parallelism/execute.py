@@ -76,7 +76,8 @@ def set_length(
         )
         for moe in part.mixtures.values():
             if moe.router.positions_T is not None:
-                positions_T = routed_positions(layout, length, mesh)
+                ranks = mesh.rank("cp"), mesh.rank("tp")
+                positions_T = routed_positions(layout, length, *ranks)
                 moe.router.positions_T = positions_T.to(moe.router.positions_T.device)
 
 

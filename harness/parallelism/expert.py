@@ -76,17 +76,34 @@ def apply_expert_parallel(
         if layout.tp > 1 and not layout.splits_experts:
             groups.append(mesh.group("tp"))
         if groups:
-            moe.router.positions_T = routed_positions(layout, part.seq_len, mesh)
+            ranks = mesh.rank("cp"), mesh.rank("tp")
+            moe.router.positions_T = routed_positions(layout, part.seq_len, *ranks)
             moe.router.over_sequence = partial(_summed, groups)
             moe.router.sequence_parts = prod(group.size() for group in groups)
 
 
-def routed_positions(layout: ParallelismConfig, seq_len: int, mesh: Mesh) -> Tensor:
+def routed_positions(layout: ParallelismConfig, seq_len: int, cp_rank: int, tp_rank: int) -> Tensor:
     """Positions of a sequence that a rank's routers route, in order."""
-    positions_T = local_positions(layout, seq_len, mesh.rank("cp"))
+    positions_T = local_positions(layout, seq_len, cp_rank)
     if layout.tp > 1 and not layout.splits_experts:
-        positions_T = positions_T.chunk(layout.tp)[mesh.rank("tp")]
+        positions_T = positions_T.chunk(layout.tp)[tp_rank]
     return positions_T
+
+
+def rows_sent(layout: ParallelismConfig, num_experts: int, experts_TK: Tensor) -> Tensor:
+    """Rows that each rank of a replica sends to each expert, of one sequence: int64 [groups, G, E].
+
+    Args:
+        experts_TK: experts of every position, equal in all sequences.
+    """
+    sent = []
+    for cp_rank in range(layout.cp):
+        for tp_rank in range(1 if layout.splits_experts else layout.tp):
+            positions_T = routed_positions(layout, len(experts_TK), cp_rank, tp_rank)
+            own = experts_TK[positions_T].flatten()
+            sent.append(torch.bincount(own, minlength=num_experts))
+    # Ranks of experts are neighbours, and the sequences of dp_shard are the outermost axis.
+    return torch.stack(sent).repeat(layout.dp_shard, 1).unflatten(0, (-1, layout.ep))
 
 
 def _split_experts(

@@ -144,7 +144,9 @@ class Engine:
             beside: more values to sum over the world; their sums are the outcome's.
         """
         self._set_length(batch.shape[1])
-        batch = self._filled(batch, self.job.sizes.at(self.schedule.last_epoch + 1))
+        step = self.schedule.last_epoch + 1
+        self.balance.set_step(step)
+        batch = self._filled(batch, self.job.sizes.at(step))
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
         counted = [local_tokens, *count_tokens(batch), *self.sources.tokens(batch)]
@@ -361,6 +363,7 @@ class Engine:
         """Context manager for forward passes that no backward pass follows."""
         self._scale_weights()
         self._set_length(length)
+        self.balance.set_step(self.schedule.last_epoch + 1)
         yield
         for part in self.parts:
             reshard(part)  # without a backward pass FSDP leaves some modules gathered

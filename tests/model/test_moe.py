@@ -14,6 +14,7 @@ from harness.model import combine
 from harness.model.feed_forward import gated
 from harness.model.grouped import grouped_linear
 from harness.model.moe import MoE, Router, inverse_of
+from harness.model.workloads import Workload, key_of
 
 B, T = 2, 10
 KINDS = yaml.safe_load("""
@@ -26,6 +27,9 @@ biases: model.moe.router_bias=true model.moe.expert_bias=true model.activation=s
 shared: model.moe.shared_hidden_dim=24
 balanced: model.moe.balance_coeff=0.001 model.moe.score=sigmoid
 """)
+
+# A choice of two: in proportion to 1/n, then in proportion among the others.
+ZIPF = [0.631, 0.3811, 0.2646, 0.202, 0.1632, 0.1369, 0.1178, 0.1034]
 
 
 def config_of(*overrides):
@@ -107,6 +111,30 @@ def test_forced_balance_gives_every_expert_its_turn():
     config = config_of("model.moe.force_balance=true")
     _, load = mixture_of(config)(torch.randn(B, 8, config.dim))
     assert load.tolist() == [4] * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "loads"),
+    # In step 3; of zipf the share of all choices in the limit, by hand.
+    [
+        ("uniform", [[3, 4], [3, 5], [0, 5]], [2 / 8] * 8),
+        ("one_hot", [[0, 4], [0, 5], [0, 5]], [1.0, *[1 / 7] * 7]),
+        ("zipf", [[0, 4], [3, 5], [0, 5]], ZIPF),
+        ("drifting", [[2, 4], [3, 5], [2, 5]], [*ZIPF[-2:], *ZIPF[:-2]]),
+    ],
+)
+def test_a_workload_is_a_function(name, first, loads):
+    """Its choices are fixed for ever, and differ by seed, layer and step."""
+    positions = torch.arange(2**15)
+    key = key_of(42, 1)
+    chosen = Workload(name, 8, 2, key, 3).choose(positions)
+    assert chosen[:3].sort().values.tolist() == first
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    found = torch.bincount(chosen.flatten(), minlength=8) / 2**15
+    torch.testing.assert_close(found, torch.tensor(loads), rtol=0.05, atol=0)
+    assert torch.equal(Workload(name, 8, 2, key, 3).choose(positions[7:9]), chosen[7:9])
+    for other in ((key_of(43, 1), 3), (key_of(42, 2), 3), (key, 4)):
+        assert not torch.equal(Workload(name, 8, 2, *other).choose(positions), chosen)
 
 
 def routers(coefficient, *overrides):

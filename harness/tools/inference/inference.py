@@ -43,6 +43,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "compile.cuda_graphs": (False, "captures a step of training"),
     "parallelism.ep_capacity": (None, "refuses a step of training"),
     "model.moe.force_balance": (False, "is for measurements of training"),
+    "debug.routing": (None, "is for measurements of training"),
     "cluster.kind": ("local", "starts no SLURM job; use torchrun inside of an allocation"),
 }
 """Fields that must have one value, with the reason."""

@@ -301,12 +301,15 @@ def comparisons(job: Job) -> list[Job]:
     A job of low precision is compared twice: in float32, whose tolerance is small, and in its
     precision. Low precision changes router scores, so that some tokens go to other experts, and
     gradients differ more than by an error in the layout. So experts are compared with their own
-    routing in float32 only, and with ``model.moe.force_balance`` in their precision.
+    routing in float32 only, and with ``model.moe.force_balance`` in their precision, unless
+    ``debug.routing`` chooses experts.
     """
     if lowest_format(job) == "float32":
         return [job]
-    balanced = with_value(job, "model.moe.force_balance", True) if job.model.moe.enabled else job
-    return [in_float32(job), resolve(balanced, gpus=0)]
+    fixed = job
+    if job.model.moe.enabled and job.debug.routing is None:
+        fixed = with_value(job, "model.moe.force_balance", True)
+    return [in_float32(job), resolve(fixed, gpus=0)]
 
 
 def parity(job: ParityJob, overrides: list[str]) -> Result:

@@ -11,11 +11,12 @@ from harness.compose.composer import Composer
 from harness.config.job import Job
 from harness.config.parallelism import AXES, CP_METHODS, CP_ROTATE_METHODS, RESHARD
 from harness.config.pipeline import SCHEDULES
-from harness.config.training import MODES
+from harness.config.training import MODES, ROUTINGS
 from harness.launch.inputs import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
 DENSE = ("llama3_tiny", "qwen3_debug")
+ASSIGNED = ["model.moe.force_balance=true", *(f"debug.routing={name}" for name in ROUTINGS)]
 MIXTURES = (
     "qwen3_moe_debug",
     "gpt_oss_debug",
@@ -122,7 +123,7 @@ def _sample_fields(
         one("parallelism.ep", 1, 2, 2, 4)
         if degrees["tp"] > 1:
             one("parallelism.expert_tensor_parallel", True, False)
-        chance(0.2, "model.moe.force_balance=true")
+        chance(0.3, generator.choice(ASSIGNED))
     else:
         one("model.tied_embeddings", True, False, False)
     if groups[1:]:
