@@ -267,7 +267,8 @@ class Composer:
         idle: dict[str, UserError] = {}
         keys = [self._hydra.parse(override, self.schema).key_or_group for override in overrides]
         for role, switch, error in without_effect(job):
-            if role != LABEL and getattr(job, "varies", False):
+            of_layout = role != LABEL or switch.startswith("parallelism.")
+            if of_layout and getattr(job, "varies", False):
                 continue
             source, is_typed = self._source(error.field, overrides)
             is_decided = any(f"{switch}.".startswith(f"{key}.") for key in keys)

@@ -13,12 +13,19 @@ from waits import ON_HOST, waits
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.pipeline import split_modules
+from harness.config.training import ROUTINGS
 from harness.data.batch import Batch
 from harness.model.decoder import Decoder
 from harness.model.kernels import SdpaKernel
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
-from harness.parallelism.expert import moved, places_by_expert, places_in_messages
+from harness.parallelism.expert import (
+    ExpertExchange,
+    moved,
+    places_by_expert,
+    places_in_messages,
+)
 from harness.tools.parity.parity import single_process
+from harness.tools.plan.loads import rows_of_experts
 from harness.train.engine import Engine
 from harness.util.errors import CapacityError
 
@@ -166,6 +173,43 @@ def test_with_a_capacity_the_host_reads_no_lengths(pool, name):
     assert [reads for _, reads in pool.run(job.world_size, stepped, job.to_json())] == [
         0
     ] * job.world_size
+
+
+def exchanged(job_json):
+    """Rows that this rank sends to each rank of experts in two steps, by call."""
+    found = []
+    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    batch = batches_of(engine.job, engine.rows).next()
+    lengths = ExpertExchange._lengths
+
+    def seen(exchange, given, got, rows):
+        found.append(given.sum(1).tolist())
+        return lengths(exchange, given, got, rows)
+
+    with mock.patch.object(ExpertExchange, "_lengths", seen):
+        for _ in range(2):
+            engine.evaluate(batch)
+            engine.update(engine.gradients(batch).norm)
+    return found
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "name", ["ep_accumulate", "fsdp_tp_ep", "fsdp_cp_gather_ep", "fsdp_tp_ep_experts"]
+)
+def test_rows_of_ranks_are_those_of_the_plan(pool, name, routing):
+    """A validation has the rows of the step after it."""
+    job = layout(name, "model=qwen3_moe_debug", f"debug.routing={routing}")
+    ranks = job.parallelism
+    copies = ranks.tp if ranks.splits_experts else 1
+    for rank, sent in enumerate(pool.run(job.world_size, exchanged, job.to_json())):
+        group, sender = divmod(rank // copies, ranks.ep)
+        expected = []
+        for step in (1, 2):
+            counts = [rows_of_experts(job, layer, step) for layer in job.model.expert_layers]
+            rows = [each[group, sender].view(ranks.ep, -1).sum(1).tolist() for each in counts]
+            expected += rows * 2 * job.accumulation_steps
+        assert sent == expected
 
 
 def validated(job_json):

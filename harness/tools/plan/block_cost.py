@@ -8,6 +8,7 @@ from harness.model.spec import Split, TensorSpec
 from harness.precision.linears import sort_linears
 from harness.tools.plan.collectives import Collective, Pass, collective_of, context_parallel
 from harness.tools.plan.costs import Operations, costs_of
+from harness.tools.plan.loads import known_imbalance, routed_tokens
 from harness.tools.plan.machine import Machine
 from harness.tools.plan.parameters import BYTES, tp_of
 
@@ -149,15 +150,11 @@ class Worker:
         sequence_parallel = layout.uses_sequence_parallel
         self.stream_rows = self.rows // layout.tp if sequence_parallel else self.rows
         """Those of its residual stream."""
-        self.sorted_rows = self.rows if layout.splits_experts else self.stream_rows
+        self.sorted_rows = routed_tokens(job)
         """Those that it sends to experts."""
-        per_rank = moe.num_experts // layout.ep
-        if layout.fixes_messages:
-            busiest = layout.share_computed(self.sorted_rows * moe.top_k)
-        elif moe.force_balance:
-            busiest = 1.0
-        else:
-            busiest = machine.busiest(layout.ep, per_rank)
+        busiest = known_imbalance(job, machine.software)
+        if busiest is None:
+            busiest = machine.busiest(layout.ep, moe.num_experts // layout.ep)
         self.busiest = busiest
         """Rows that its experts compute, as a multiple of their mean."""
         self.expert_rows = round(self.sorted_rows * self.busiest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -9,6 +10,8 @@ from typing import ClassVar, TypeVar
 from harness.compose.resolve import resolve, scale
 from harness.config.fields import Switch, check_rules, label
 from harness.config.job import Job
+from harness.config.model import EXPERTS, ROUTED
+from harness.config.parallelism import EXPERT_RANKS
 from harness.util.errors import ConfigError
 from harness.util.hardware import CUDA_DEVICES
 
@@ -19,6 +22,8 @@ GPUS = 8
 REHEARSE = "harness.tools.rehearse.verb:rehearse_plan"
 """Where the function is that rehearses a plan's job: it gets the plan, and returns a ``Result``."""
 SEARCH = Switch("search")
+ANY_MESSAGES = Switch("parallelism.ep_capacity", "parallelism.ep_capacity=null", operator.not_)
+OWN_CHOICE = Switch("debug.routing", "debug.routing=null", operator.not_)
 ALONE = ("calibrate", "against", "rehearse", "search")
 """Fields that ask for something else than a plan; a job has one of them."""
 AnyJob = TypeVar("AnyJob", bound=Job)
@@ -47,8 +52,15 @@ class PlanJob(Job):
     """File with the constants of the machine, written by ``calibrate``; null: constants fitted to published
     runs."""
     calibrate: str | None = label(None)
-    """Folder of measured runs: fit the constants to them, and write the constants to ``calibration``; null:
-    to calibration.json in that folder."""
+    """Folder of measured runs: fit the constants to them, and write the constants to ``calibration``;
+    null: to calibration.json in that folder. Of runs with experts also print
+    ``expert_imbalance``."""
+    expert_imbalance: float | None = label(
+        None, least=1, needs=(EXPERTS, EXPERT_RANKS, ANY_MESSAGES, ROUTED, OWN_CHOICE)
+    )
+    """Rows of the rank with the fullest experts, as a multiple of the mean, for time and memory;
+    ``calibrate`` reads it from a run's `moe.rank_load_max`. null: for time what a router near
+    balance has, for memory even loads."""
     against: str | None = label(None, verbatim=True)
     """Overrides, separated by spaces, of a second job to compare with line by line: this job with
     them."""

@@ -192,6 +192,9 @@ class Software:
     repeats_keys: bool = False
     """Whether a ring has keys and values repeated for all query heads: torchtitan before its pull request
     2259 (January 2026; issue 1283). For memory."""
+    expert_imbalance: float | None = label(None, least=1)
+    """Rows of the fullest rank of experts, as a multiple of the mean
+    (``PlanJob.expert_imbalance``)."""
     keeps_outputs: bool = False
     """Whether a pipeline keeps outputs of stages, the last one's too, and gradients of their inputs until the
     next step: torch before its pull requests 153383 (May 2025) and 164329 (October 2025; issue

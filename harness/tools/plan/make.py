@@ -12,7 +12,8 @@ from harness.config.parallelism import degrees_in_words
 from harness.model.accounting import account
 from harness.precision.linears import warning_of_eager
 from harness.tools.plan.config import PlanJob
-from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.constants import Calibration, Constants, Software
+from harness.tools.plan.loads import known_imbalance, rows_by_rank
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.memory import memory_limit, rank_memory
 from harness.tools.plan.parameters import parameters_of
@@ -32,8 +33,12 @@ NOISE = 0.02
 
 
 def calibration_of(job: PlanJob) -> Calibration | None:
-    """Return the constants to plan with; None for the defaults."""
-    return None if job.calibration is None else Calibration.read(job.calibration)
+    """Return the constants to plan with, and measured loads of experts; None for the defaults."""
+    known = None if job.calibration is None else Calibration.read(job.calibration)
+    if job.expert_imbalance is None:
+        return known
+    known = known or Calibration(Constants())
+    return replace(known, software=replace(known.software, expert_imbalance=job.expert_imbalance))
 
 
 def make_plan(
@@ -45,17 +50,18 @@ def make_plan(
     """
     device = device_of(job)
     machine = machine_of(job, calibration)
+    software = Software() if calibration is None else calibration.software
     if memory is None:
-        memory = rank_memory(job, None if calibration is None else calibration.software)
-    notes = _notes(job)
+        memory = rank_memory(job, software)
+    imbalance = known_imbalance(job, software)
+    notes = _notes(job, imbalance)
     speed = None
     traffic = list[Traffic]()
     if machine is not None:
         model = StepModel(job, machine)
         speed, traffic = model.speed()
-        busiest = model.worker.busiest
-        if busiest > 1 and job.model.moe.enabled and not job.parallelism.fixes_messages:
-            least = f"the busiest rank has {busiest:.2f} times its share of rows"
+        if imbalance is None:
+            least = f"the busiest rank has {model.worker.busiest:.2f} times its share of rows"
             notes.append(
                 f"time assumes a router near balance: {least}; one far from balance can halve the speed"
             )
@@ -70,7 +76,7 @@ def make_plan(
         accelerator=device,
         notes=notes,
         phases=_phases(job, machine),
-        is_calibrated=calibration is not None,
+        is_calibrated=calibration is not None and calibration.source != "",
     )
 
 
@@ -90,11 +96,15 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
     return [each for each in planned if each.steps]
 
 
-def _notes(job: Job) -> list[str]:
+def _notes(job: Job, imbalance: float | None) -> list[str]:
     notes = [] if job.empty_in_words is None else [job.empty_in_words]
-    is_balanced = job.model.moe.force_balance or job.parallelism.fixes_messages
-    if job.model.moe.enabled and not is_balanced:
+    if imbalance is None:
         notes.append("memory is that of evenly loaded experts")
+    if job.debug.routing is not None and job.parallelism.ep > 1:
+        layer = job.model.expert_layers[0]
+        received = rows_by_rank(job, layer).sum(1)
+        rows = f"{int(received.min()):,} to {int(received.max()):,} rows of a microbatch"
+        notes.append(f"ranks of experts get {rows} in layer {layer} by debug.routing in step 1")
     if not job.data.attend_across_documents:
         notes.append("assumes attention across documents")
     if len(job.sizes.phases) > 1:

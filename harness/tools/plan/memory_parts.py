@@ -21,6 +21,7 @@ from harness.tools.plan.activations import (
 )
 from harness.tools.plan.constants import Software
 from harness.tools.plan.costs import costs_of
+from harness.tools.plan.loads import known_imbalance
 from harness.tools.plan.machine import on_cpu
 from harness.tools.plan.parameters import BYTES, Memo
 
@@ -64,9 +65,7 @@ class ActivationBytes(Memo):
         """Tokens of one microbatch on a rank, before tensor parallel shards them."""
         stream = layout.tp if layout.uses_sequence_parallel else 1
         routed = 1 if layout.splits_experts else stream
-        computed = 1.0
-        if layout.fixes_messages:
-            computed = layout.share_computed(self.tokens // routed * job.model.moe.top_k)
+        computed = known_imbalance(job, self.software) or 1.0
         self.degree = {
             STREAM: stream,
             WHOLE: 1,
@@ -264,7 +263,15 @@ class ActivationBytes(Memo):
             if self.compiled and not self._in_pieces(layer):
                 saved = [each for each in saved if each.name != "moe.outputs"]
             rows = model.moe.top_k * model.dim
-            saved += [SavedTensor("exchange", rows, RECEIVED)] * 2
+            # There and back. Messages of a fixed size are as large on both ways.
+            back = RECEIVED if layout.fixes_messages else ROUTED
+            saved += [SavedTensor("exchange", rows, cut) for cut in (RECEIVED, back)]
+            if back is ROUTED:
+                # Experts' own results, before they are sent back.
+                saved = [
+                    replace(each, cut=RECEIVED) if each.name == "moe.outputs" else each
+                    for each in saved
+                ]
         return saved
 
     def _fused(self, products: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:

@@ -10,7 +10,7 @@ from harness.compose.verb import Result, Verb
 from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
-from harness.util.errors import HarnessError
+from harness.util.errors import HarnessError, UserError
 from harness.util.words import plural
 
 HELP = """`harness plan`: predict memory, traffic and speed of a job in seconds, without a GPU.
@@ -23,7 +23,7 @@ harness plan ... picture=plan.png              memory by stage, and the pipeline
 harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
 harness plan ... cluster.on_node_loss=continue the layouts it goes on with when it loses nodes
 harness plan ... rehearse=true                 compared with a run on virtual GPUs
-harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
+harness plan calibrate=runs/NAME               fit the constants to runs, and read loads of experts
 """
 
 
@@ -92,20 +92,39 @@ def compare_points(points: list[Composed]) -> Result:
 
 def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Result:
     from harness.launch.rows import job_of, load
+    from harness.tools.plan.loads import COLUMN, measured_imbalance
     from harness.tools.plan.make import Measured, calibrate, render_fit
 
     rows = load(folder)
-    found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
+    loads: dict[str, float | None] = {}
+    lines = ""
+    for row in rows:
+        job = job_of(row)
+        if job is None or not job.model.moe.enabled:
+            continue
+        loads[row["point"]] = found = measured_imbalance(row.get("run_dir"))
+        source = f"of {row['point']}, parallelism.ep={job.parallelism.ep}"
+        if found is None:
+            lines += f"expert_imbalance is unknown {source}: no row has {COLUMN}*\n"
+        else:
+            lines += f"expert_imbalance={found:.4g}  {source}: mean of layers, last half of steps\n"
+    rated = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
     measured = [
-        Measured(job, rate, row["device"]) for job, rate, row in found if job and rate is not None
+        Measured(job, rate, row["device"]) for job, rate, row in rated if job and rate is not None
     ]
-    calibration, runs = calibrate(measured, folder, cluster)
+    try:
+        calibration, runs = calibrate(measured, folder, cluster)
+    except UserError as error:
+        if not loads:
+            raise
+        # Loads do not depend on the hardware.
+        return Result({"expert_imbalance": loads}, lines, error=error)
     path = target or str(folder / "calibration.json")
     calibration.write(path)
     left_out = f"{plural(len(rows) - len(runs), 'row')} without a throughput left out"
     return Result(
-        dataclasses.asdict(calibration) | {"written": path},
-        f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n",
+        dataclasses.asdict(calibration) | {"written": path, "expert_imbalance": loads},
+        f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n{lines}",
     )
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from harness.compose.resolve import resolve
 from harness.config.fields import label, part
 from harness.config.job import Job
-from harness.tools.plan.config import put_on_virtual_gpus
+from harness.tools.plan.config import OWN_CHOICE, put_on_virtual_gpus
 from harness.util.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ class RehearseConfig:
     steps: int = label(3, least=2)
     """Steps of each rank; the last one is counted. The first one compiles and makes the optimizer's
     state."""
-    skew: float = label(0.0, least=-1, below=1)
+    skew: float = label(0.0, least=-1, below=1, needs=OWN_CHOICE)
     """Expert parallel: share of rows that the first rank of a group gets beyond even routing, -1: none at
     all. The others share the rest."""
     timeout_seconds: int = label(1800, least=1)

@@ -89,7 +89,7 @@ class Rehearsal:
         import torch
 
         from harness.parallelism.compile import CompileWatch
-        from harness.tools.rehearse.substitutes import LoneStore, substitutes
+        from harness.tools.rehearse.substitutes import LoneStore, route, substitutes
         from harness.train.graphed import EAGER_CALLS, build_engine
         from harness.train.setup import pick_device, process_group, set_up_process
 
@@ -107,6 +107,8 @@ class Rehearsal:
                 began = time.perf_counter()
                 watch = CompileWatch()
                 engine = build_engine(job, device)
+                if job.debug.routing is not None:
+                    route(job, engine)
                 figures.build_seconds = time.perf_counter() - began
                 self._train(engine, watch, store)
             finally:

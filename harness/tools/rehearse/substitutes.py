@@ -4,8 +4,8 @@
   fake process group leaves every tensor as it is. ``LoneStore`` answers for the missing ranks.
 * **Values.** All of the device's memory is zeros. Code that depends on a number from the device
   still reads it, but then gets a plausible one from this file: rows are routed to experts evenly
-  (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are
-  known.
+  (or skewed by ``rehearse.skew``, or as in the first step with ``debug.routing``), a sequence has
+  four documents, stages agree that shapes are known.
 * **Data.** Batches of zeros, in the job's shape, and no tokenizer.
 * **FlashAttention-3 and 4**, which need packages: torch's own flash attention.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no
@@ -38,8 +38,10 @@ from harness.data.loader import Loader
 from harness.model.kernels import Positions, VarlenKernel
 from harness.parallelism.expert import ExpertExchange
 from harness.tools.plan.costs import costs_of
+from harness.tools.plan.loads import rows_of_experts
 from harness.tools.rehearse.gpu import VirtualGpu
 from harness.train import setup, trainer
+from harness.train.engine import Engine
 from harness.train.observer import Observer, Run
 
 NCCL_ID_BYTES = 128
@@ -214,6 +216,26 @@ def _lengths(skew: float) -> Any:
         return sent, [rows_by_rank(sent[exchange.group.rank()], got.shape[1], 0)] * exchange.ranks
 
     return lengths
+
+
+def route(job: Job, engine: Engine) -> None:
+    """Give ranks of experts the rows of ``debug.routing``."""
+    ranks = job.parallelism.ep
+    group, sender = divmod(dist.get_rank() // engine.balance.copies, ranks)
+    for part in engine.parts:
+        for layer, moe in part.mixtures.items():
+            exchange = moe.exchange
+            if isinstance(exchange, ExpertExchange):
+                every = rows_of_experts(job, layer).unflatten(2, (ranks, -1))
+                rows = every[group % len(every)]  # replicas and stages have equal groups
+                known = rows[sender].sum(1).tolist(), rows[:, sender].tolist()
+                asked = exchange._lengths
+                exchange._lengths = partial(_known, asked, known)  # type: ignore[method-assign]
+
+
+def _known(asked: Any, known: Any, *arguments: Any) -> Any:
+    asked(*arguments)
+    return known
 
 
 _asked_mask = VarlenKernel.mask

@@ -19,7 +19,9 @@ import torchtitan_rows
 
 from harness.compose.composer import compose_job
 from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.loads import measured_imbalance
 from harness.tools.plan.make import START, Measured, fit, predicted_rate
+from harness.tools.plan.verb import _calibrate
 from harness.util.errors import UserError
 
 SMALL = [
@@ -106,3 +108,29 @@ def test_published_rows_are_predicted():
     assert (len(errors), len(unseen)) == (18, 13)
     for amounts in (errors, unseen):
         assert statistics.median(amounts) <= 0.10 and max(amounts) <= 0.25
+
+
+def test_loads_are_read_from_runs(tmp_path):
+    """The mean of the layers over the last half of the rows that have them."""
+    assert measured_imbalance(None) is None is measured_imbalance(str(tmp_path))
+    row = {"moe.rank_load_max": 9, "moe.load_max.1": 9}
+    rows = [
+        row,
+        *({**row, "moe.rank_load_max.1": load, "moe.rank_load_max.2": 1} for load in (7, 7, 2, 3)),
+    ]
+    for written, expected in ((rows[:1], None), (rows, 1.75)):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, written)))
+        assert measured_imbalance(str(tmp_path)) == expected
+
+
+def test_loads_of_a_run_on_a_cpu_are_printed(tmp_path):
+    model = ["data=synthetic", "tokenizer=bytes", "parallelism=ep", "model=qwen3_moe_debug"]
+    job = compose_job([*model, f"runs_dir={tmp_path}"])
+    job.run_dir.mkdir(parents=True)
+    (job.run_dir / "job.json").write_text(job.to_json())
+    found = _calibrate(job.run_dir, None, job.cluster)
+    assert "no completed run" in str(found.error)
+    assert found.text.startswith("expert_imbalance is unknown of ")
+    assert ", parallelism.ep=2: no row has moe.rank_load_max.*" in found.text
+    (job.run_dir / "metrics.jsonl").write_text('{"moe.rank_load_max.1": 1.25}')
+    assert _calibrate(job.run_dir, None, job.cluster).text.startswith("expert_imbalance=1.25  of ")

@@ -126,7 +126,7 @@ def test_bands_of_a_plan(monkeypatch):
         (0.4, ""),
     ):
         assert f" GiB, by 9 rows{doubt}\n" in render(replace(made, memory_limit=limit * made.peak))
-    own = make_plan(job, Calibration(Constants()))
+    own = make_plan(job, Calibration(Constants(), "here"))
     assert "no evidence: the constants were fitted to other runs" in render(own)
     bands = as_dict(own)["bands"]
     assert (bands["throughput"]["low"], bands["memory"]["low"]) == (None, own.peak / 2)

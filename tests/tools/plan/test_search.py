@@ -332,6 +332,6 @@ def test_what_a_search_cannot_distinguish(monkeypatch):
         assert found_module.search_as_dict(best)["alike"] == alike
         text = found_module.render_search(best)
         assert f"\n{claim}: the planned ratio" in text and "(40 pairs, 8 tables)\n" in text
-    own = search(space, 2, Calibration(Constants()))
+    own = search(space, 2, Calibration(Constants(), "here"))
     assert found_module.search_as_dict(own)["alike"] is None
     assert "distinguished" not in found_module.render_search(own)

@@ -234,6 +234,24 @@ def test_experts_wait_for_the_busiest_rank():
     slow, fast = step(usual).parts, step(balanced).parts
     assert slow["ep"] == pytest.approx(fast["ep"] * busiest(usual), rel=0.02)
     assert slow["compute"] > fast["compute"]
+    # Of 6 rows of a token one is the first expert's, the others those of 63 experts on 8 ranks.
+    expected = 8 / 6 * (1 + 5 * 7 / 63)
+    assert busiest(f"{usual} debug.routing=one_hot") == pytest.approx(expected, rel=0.01)
+
+
+def test_measured_loads_count_for_time_and_memory():
+    line = f"{LLAMA_8B} model=deepseek_v2_lite_16b dp_shard=8 ep=8 activation_checkpoint=none"
+    job = job_of(f"{line} training.seq_len=4096 training.global_batch_size=32")
+    plans = {}
+    for loads in (None, 1.0, 1.5, 2.0):
+        calibration = Calibration(Constants(), software=Software(expert_imbalance=loads))
+        plans[loads] = make_plan(job, calibration)
+    assert plans[None].peak == plans[1.0].peak == make_plan(job).peak
+    assert plans[None].notes and not plans[1.5].notes
+    more = plans[1.5].allocated - plans[1.0].allocated
+    assert plans[2.0].allocated - plans[1.0].allocated == pytest.approx(2 * more) and more > 0
+    times = [plans[loads].speed.step_seconds for loads in (1.0, None, 1.5)]
+    assert times == sorted(times)
 
 
 def test_muon_of_two_ranks_by_hand():

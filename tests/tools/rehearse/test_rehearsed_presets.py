@@ -15,6 +15,7 @@ from test_docs import FIRST_HOUR, GPUS, runs_of_the_first_hour
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.model.spec import tensors
+from harness.tools.plan.loads import rows_by_rank
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
@@ -64,8 +65,10 @@ def rehearsed(*overrides):
         rehearse_rank(job.plain, rank, job.rehearse)
         for rank in ranks_to_rehearse(job, job.rehearse)
     ]
-    # Nothing is computed, so every expert has as many rows; a plan takes the busiest rank's.
-    plain = with_value(job.plain, "model.moe.force_balance", job.model.moe.enabled)
+    plain = job.plain
+    if job.debug.routing is None:
+        # Nothing is computed, so every expert has as many rows; a plan takes the busiest rank's.
+        plain = with_value(plain, "model.moe.force_balance", job.model.moe.enabled)
     return Rehearsed(make_plan(plain), ranks)
 
 
@@ -391,6 +394,27 @@ def test_skewed_routing_takes_more_memory_on_the_first_rank():
     shape += ["parallelism=fsdp_ep", "cluster=slurm_h100"]
     even, skewed = (rehearsed(*shape, f"rehearse.skew={skew}").ranks[0] for skew in (0.0, 0.5))
     assert skewed.memory["allocated"] > even.memory["allocated"]
+
+
+@pytest.mark.parametrize(
+    ("how", "passes"), [("", 1), ("activation_checkpoint=full parallelism.tp=2", 2)]
+)
+def test_a_workload_takes_what_the_plan_counts(how, passes):
+    """Bytes are those of counts, and of rows to others and back, in every pass and in backward."""
+    typed = ["model=qwen3_moe_debug", "model.dim=512", "model.moe.hidden_dim=512", *SHAPE[1:]]
+    typed += ["training.seq_len=2048", "parallelism.dp_shard=4", "parallelism.ep=4", *how.split()]
+    found = rehearsed(*typed, "debug.routing=zipf", "rehearse.ranks=[0,1]")
+    check(found, waits=EXPERTS)
+    check_close(memory_lines(found.ranks[0], found.plan)[3], 0.05)  # allocated
+    job = found.plan.job
+    for figures in found.ranks:
+        expected = 0
+        for layer in job.model.expert_layers:
+            rows = rows_by_rank(job, layer)[0].fill_diagonal_(0)
+            moved = int(rows[figures.rank].sum() + rows[:, figures.rank].sum())
+            counts = 8 * job.model.moe.num_experts * 3 // 4
+            expected += passes * counts + (1 + passes) * 2 * job.model.dim * moved
+        assert [each.bytes for each in figures.collectives if each.axis == "ep"] == [expected]
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
