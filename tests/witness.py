@@ -1,7 +1,7 @@
 """Read by Python at its start: ranks note their rows and weights, and one of an attempt dies, as told.
 
-``TEST_DEATHS`` has for each attempt a rank and where: ``2@step1 1@save4 1@load`` (``-``: none dies; a place
-that ends in ``!`` freezes it). Notes are lines of JSON in ``witness/`` of the run folder.
+``TEST_DEATHS`` has for each attempt a rank and where: ``2@step1 1@save4 1@load``. Before a ``~`` the
+rank waits for SIGTERM first. Notes are lines of JSON in ``witness/`` of the run folder.
 """
 
 import json
@@ -23,8 +23,12 @@ def rank():
 def die_at(place):
     deaths = os.environ.get("TEST_DEATHS", "").split()
     due = deaths[attempt()] if attempt() < len(deaths) else ""
-    if due.rstrip("!") == f"{rank()}@{place}":
-        os.kill(os.getpid(), signal.SIGSTOP if due.endswith("!") else signal.SIGKILL)
+    if due.rstrip("~") == f"{rank()}@{place}":
+        if due.endswith("~"):
+            Path(sys.argv[-1], f"held-{attempt()}").touch()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            signal.sigwait([signal.SIGTERM])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def note(**facts):

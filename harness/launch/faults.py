@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from harness.config.cluster import node_name
@@ -181,11 +181,18 @@ class UnfitNodes(MachineError):
         super().__init__("; ".join(f"{node}: {', '.join(faults[node])}" for node in self.nodes))
 
 
-def check_nodes(job: Job, run_dir: Path) -> None:
-    """Check all nodes of this allocation."""
-    nodes, ranks = job.cluster.nodes_for(job.world_size)
-    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--wait=0"]
-    command += ["--mpi=none", "--export=ALL"]
+class LostNodes(MachineError):
+    """Nodes that failed while ranks ran on them, in words."""
+
+    kind = "node"
+
+
+def check_nodes(job: Job, run_dir: Path, nodes: Sequence[str]) -> None:
+    """Check nodes of this allocation."""
+    _, ranks = job.cluster.nodes_for(job.world_size)
+    count = len(nodes)
+    command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--wait=0"]
+    command += [f"--nodelist={','.join(nodes)}", "--mpi=none", "--export=ALL"]
     command += [sys.executable, "-m", "harness.launch.faults", str(run_dir)]
     command += ["--gpus", str(ranks if job.cluster.device == "cuda" else 0)]
     complaint = answers = ""
@@ -206,7 +213,7 @@ def check_nodes(job: Job, run_dir: Path) -> None:
     for line in answers.splitlines():
         if line.startswith("{"):
             found.update(json.loads(line))
-    silent = [node for node in queue.own_nodes() if node not in found]
+    silent = [node for node in nodes if node not in found]
     fault = " ".join(complaint.split()) or f"gave no answer within {CHECK_SECONDS} s"
     faults = {node: own for node, own in found.items() if own} | {node: [fault] for node in silent}
     if faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
-from harness.launch.losses import Loss, go_on, lost_ranks
+from harness.launch.losses import Loss, lost_ranks, run_attempts
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run, ranks_in_words
 from harness.train.process import (
@@ -87,14 +88,9 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
                 code = run_rank(job, folder, started=started)
         else:
             with StopRequest(raises=False) as stop:
-                code, loss = _run_ranks(job, folder, started, stop)
-                while loss is not None:
-                    nodes = job.world_size - loss.nodes
-                    smaller = go_on(job, folder, code, loss, nodes)
-                    if smaller is None:
-                        break
-                    job = smaller
-                    code, loss = _run_ranks(job, folder, time.monotonic(), stop)
+                code = run_attempts(
+                    job, folder, started, functools.partial(_run_ranks, folder=folder, stop=stop)
+                )
     except BaseException as error:
         # An error of launching; ranks record their own errors.
         code = folder.errors.record(None, error)["exit_code"]
@@ -102,6 +98,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         ignore_stop_signals()
     try:
         with stop_signals_ignored():
+            job = folder.attempt_job() if folder.layout else job
             return finish_run(job, folder, code)
     finally:
         folder.release()
@@ -135,7 +132,7 @@ def _running_threads() -> float:
 
 
 def _run_ranks(
-    job: Job, folder: RunFolder, started: float, stop: StopRequest
+    job: Job, started: float, *, folder: RunFolder, stop: StopRequest
 ) -> tuple[int, Loss | None]:
     """Run an attempt; return its exit code, and what it has lost if the run may go on without."""
     kills_before = count_memory_kills()
@@ -167,7 +164,8 @@ def _run_ranks(
         return code, None
     ranks, how = lost_ranks(folder, dead)
     words = f"{ranks_in_words(ranks)} {'were' if ranks[1:] else 'was'} lost: {how}"
-    return code, Loss(words, len(ranks)) if ranks else None
+    lost = Loss(words, len(ranks), job.world_size - len(ranks))
+    return code, lost if ranks else None
 
 
 def _supervise(

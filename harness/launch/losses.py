@@ -2,9 +2,10 @@
 
 | how an attempt ended | lost |
 |---|---|
-| SIGKILL or SIGTERM from outside ended a rank | its node |
+| here, SIGKILL or SIGTERM from outside ended a rank | its node |
 | a rank recorded an error of kind ``node``: of an accelerator, a link, a disk | its node |
 | ranks waited in a collective, until its timeout, for a rank that never came | its node |
+| on SLURM, ranks failed, and a node is down, does not answer or fails its check | the node |
 | a rank ran out of memory: ranks of fewer nodes need more | nothing |
 | another signal, an exit code, any other error: the next attempt would meet it again | nothing |
 | a stop request, a cancelled job, a job that SLURM requeues | nothing |
@@ -15,7 +16,7 @@ A node of ``cluster=local`` is a rank. Layouts for fewer nodes are made when a r
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.checkpoint.resume import find_start
@@ -23,7 +24,7 @@ from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
 from harness.launch.begin import begin_again
 from harness.launch.faults import RankDied
-from harness.launch.layouts import read_layouts
+from harness.launch.layouts import Layout, read_layouts
 from harness.run.folder import LAYOUT, RunFolder
 from harness.run.result import write_json_atomically
 from harness.train.finish import find_cause, finish_run
@@ -32,10 +33,44 @@ from harness.util.words import plural
 
 @dataclass(frozen=True)
 class Loss:
-    """What an attempt has lost, in words, and how many nodes."""
+    """Nodes that an attempt has lost.
+
+    Attributes:
+        words: which, and why.
+        nodes: how many.
+        left: how many the next attempt can have.
+        error: raised if no layout is prepared for so few; None: the attempt's code is the run's.
+    """
 
     words: str
     nodes: int
+    left: int
+    error: Exception | None = None
+
+
+def run_attempts(
+    job: Job,
+    folder: RunFolder,
+    started: float,
+    run_ranks: Callable[[Job, float], tuple[int, Loss | None]],
+) -> int:
+    """Run attempts until one has lost nothing, or has too few nodes left; return its exit code.
+
+    Args:
+        started: time.monotonic() at which the first one was started.
+        run_ranks: runs an attempt from its job and the time at which it was started; returns its
+            exit code, and what it has lost if that is why it ended.
+    """
+    while True:
+        code, loss = run_ranks(job, started)
+        smaller = None if loss is None else go_on(job, folder, code, loss)
+        if smaller is not None:
+            job = smaller
+            started = time.monotonic()
+        elif loss is None or loss.error is None:
+            return code
+        else:
+            raise loss.error
 
 
 def lost_ranks(folder: RunFolder, dead: Sequence[tuple[int, RankDied]]) -> tuple[list[int], str]:
@@ -47,7 +82,7 @@ def lost_ranks(folder: RunFolder, dead: Sequence[tuple[int, RankDied]]) -> tuple
     cause = find_cause(folder)
     if cause is None:
         return [], ""
-    if cause["kind"] == "node":
+    if cause["kind"] == "node" and cause["rank"] is not None:
         return [cause["rank"]], cause["message"].splitlines()[0]
     if "absent_ranks" in cause:
         return cause["absent_ranks"], "they did not reach a collective"
@@ -57,22 +92,29 @@ def lost_ranks(folder: RunFolder, dead: Sequence[tuple[int, RankDied]]) -> tuple
     return list(ended), ended[cause["rank"]]
 
 
-def go_on(job: Job, folder: RunFolder, code: int, loss: Loss, nodes: int) -> Job | None:
+def go_on(job: Job, folder: RunFolder, code: int, loss: Loss) -> Job | None:
     """End this attempt, and begin one on the nodes that are left; return its job.
 
     None, and nothing is done, if no layout is prepared for so few.
 
     Args:
         code: exit code of the attempt.
-        nodes: how many are left.
     """
     layouts = read_layouts(folder.path)
-    fitting = [each for each in layouts.values() if each.nodes <= nodes and each.job is not None]
+    whole = folder.read_job()
+    nodes, _ = whole.cluster.nodes_to_lose(whole.world_size)
+    fitting = [
+        each
+        for each in (Layout(nodes, whole), *layouts.values())
+        if each.nodes <= loss.left and each.job is not None
+    ]
     smaller = max(fitting, key=lambda each: each.nodes, default=None)
     unit = "rank" if job.cluster.is_here else "node"
     if smaller is None or smaller.job is None:
-        why = layouts[nodes].reason if nodes in layouts else "fewer than cluster.min_nodes allows"
-        sys.stderr.write(f"{loss.words}; {plural(nodes, unit)} left: {why}\n")
+        why = "fewer than cluster.min_nodes allows"
+        if loss.left in layouts:
+            why = layouts[loss.left].reason
+        sys.stderr.write(f"{loss.words}; {plural(loss.left, unit)} left: {why}\n")
         return None
     errors = folder.errors.all()
     before = folder.layout

@@ -66,6 +66,8 @@ _NEVER = (
     "PartitionTimeLimit",
     "QOSNotAllowed",
 )
+# States of a node by sinfo; one that does not answer has a star.
+_UNFIT = re.compile(r"down|drain|fail|error|unknown|power|reboot|.*\*$")
 T = TypeVar("T")
 
 
@@ -320,6 +322,24 @@ def is_requeued(job_id: str) -> bool:
 def own_nodes() -> list[str]:
     """Return the nodes of the allocation that this process runs in."""
     return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+
+
+def nodes_of(job_id: str) -> list[str]:
+    """Return the nodes that a job has: with sbatch --no-kill, without those that have failed."""
+    listed = describe(job_id).get("NodeList", "(null)")
+    return _run("scontrol", "show", "hostnames", listed).split()
+
+
+def unfit_nodes(job_id: str, nodes: Sequence[str]) -> dict[str, str]:
+    """Return those of a job's nodes that it has lost, or that SLURM calls unfit, with their states."""
+    kept = nodes_of(job_id)
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
+    states = dict(line.split() for line in _run(*command).splitlines())
+    return {
+        node: states.get(node, "unknown")
+        for node in nodes
+        if node not in kept or _UNFIT.match(states.get(node, "unknown"))
+    }
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:

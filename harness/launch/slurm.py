@@ -57,6 +57,7 @@ def shape_of(job: Job) -> Shape:
     """Return the resources of a resolved job."""
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
+    nodes += config.spare_nodes
     options: dict[str, Any] = {
         "nodes": nodes,
         # srun starts the tasks, but sbatch must reserve their CPUs.
@@ -71,6 +72,7 @@ def shape_of(job: Job) -> Shape:
         "time": config.minutes,
         "exclusive": config.exclusive or None,
         "signal": f"USR2@{config.signal_seconds}",
+        "no-kill": config.on_node_loss == "continue" or None,
     }
     if config.device == "cuda":
         gpus = f"{config.gpu_type}:{ranks_per_node}" if config.gpu_type else str(ranks_per_node)
@@ -104,6 +106,7 @@ def device_hours(job: Job) -> float | None:
     """
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
+    nodes += config.spare_nodes
     if config.exclusive and config.ranks_per_node is not None:
         ranks_per_node = config.ranks_per_node
     minutes = config.minutes

@@ -15,9 +15,11 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.failures import VICTIMS, kind_of_text
@@ -25,6 +27,7 @@ from harness.config.job import Job
 from harness.launch import queue
 from harness.launch.begin import begin_again, earlier_attempt
 from harness.launch.faults import (
+    LostNodes,
     UnfitNodes,
     check_nodes,
     dead_ranks,
@@ -34,10 +37,11 @@ from harness.launch.faults import (
     record_left,
     unnamed_ranks,
 )
-from harness.launch.state import SlurmJobRecord
+from harness.launch.losses import Loss, lost_ranks, run_attempts
+from harness.launch.state import NODE_FAILURE, SlurmJobRecord
 from harness.metrics.slow_ranks import slow_ranks
 from harness.run.folder import RunFolder
-from harness.train.finish import finish_run
+from harness.train.finish import find_cause, finish_run
 from harness.train.process import rank_environment, rendezvous_store
 from harness.train.rank import leave
 from harness.util.errors import (
@@ -53,6 +57,7 @@ from harness.util.errors import (
 if TYPE_CHECKING:
     from harness.launch.batch import Received
 
+T = TypeVar("T")
 POLL_SECONDS = 0.2
 # A lost node keeps its file locks until its lease ends: 90 s with NFS.
 HOLD_SECONDS = 180.0
@@ -101,19 +106,26 @@ class Allocation:
 
         Returns UNKNOWN when SLURM does not answer, as may happen during a mass preemption.
         """
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            try:
-                fields = queue.describe(self.job_id)
-            except queue.SlurmError as error:
-                if time.monotonic() < deadline:
-                    time.sleep(RETRY_SECONDS)
-                    continue
-                sys.stderr.write(f"WARNING cannot read the state of this job: {error}\n")
-                return "UNKNOWN"
-            if int(fields.get("Restarts", "0")) > self.restarts:
-                return SUPERSEDED
-            return fields.get("JobState", "UNKNOWN")
+        try:
+            fields = _answered(lambda: queue.describe(self.job_id))
+        except queue.SlurmError as error:
+            sys.stderr.write(f"WARNING cannot read the state of this job: {error}\n")
+            return "UNKNOWN"
+        if int(fields.get("Restarts", "0")) > self.restarts:
+            return SUPERSEDED
+        return fields.get("JobState", "UNKNOWN")
+
+
+def _answered(ask: Callable[[], T]) -> T:
+    """Ask SLURM, and again for a minute while its controller is away or too busy."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            return ask()
+        except queue.SlurmError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_SECONDS)
 
 
 def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
@@ -128,13 +140,12 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     sys.stdout.write(f"run folder {folder.path}\noutput of rank 0 {folder.path}/logs/rank0.out\n")
     sys.stdout.flush()
     try:
-        if job.cluster.node_check != "off":
-            check_nodes(job, folder.path)
-        code = _run_ranks(job, folder, allocation, started, received)
+        attempts = _Attempts(job, folder, allocation, received)
+        code = run_attempts(job, folder, started, attempts.run)
     except Exception as error:
         # The ranks may start elsewhere, or later: SLURM's controller was away.
         unfit = isinstance(error, UnfitNodes) and job.cluster.node_check == "exclude"
-        may_pass = unfit or isinstance(error, queue.SlurmError)
+        may_pass = unfit or isinstance(error, queue.SlurmError | LostNodes)
         if may_pass and allocation.restarts < job.cluster.max_requeues:
             return _requeue_after(error, job, folder, allocation)
         code = folder.errors.record(None, error)["exit_code"]
@@ -146,6 +157,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
             sys.stderr.write(f"excluded {', '.join(slow)}, where ranks are slow\n")
     except queue.SlurmError as error:
         sys.stderr.write(f"WARNING cannot exclude {', '.join(slow)} from this job: {error}\n")
+    job = folder.attempt_job()
     state = allocation.state()
     if state == SUPERSEDED:
         return code  # the run folder now belongs to another attempt
@@ -161,10 +173,88 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     return _requeue(job, folder, allocation)
 
 
+class _Attempts:
+    """Attempts on the nodes of the allocation, which become fewer with ``cluster.on_node_loss=continue``."""
+
+    def __init__(
+        self, job: Job, folder: RunFolder, allocation: Allocation, received: Received
+    ) -> None:
+        self.folder = folder
+        self.allocation = allocation
+        self.received = received
+        self.checks = job.cluster.node_check
+        self.goes_on = job.cluster.on_node_loss == "continue"
+        self.nodes = queue.own_nodes() if self.goes_on or self.checks != "off" else []
+
+    def run(self, job: Job, started: float) -> tuple[int, Loss | None]:
+        """Check the nodes and run the ranks; return the exit code, and which nodes were lost."""
+        nodes = self.nodes[: job.cluster.nodes_for(job.world_size)[0]]
+        if self.checks != "off":
+            try:
+                check_nodes(job, self.folder.path, nodes)
+            except UnfitNodes as error:
+                if not self.goes_on or self.checks != "exclude":
+                    raise
+                code = int(self.folder.errors.record(None, error)["exit_code"])
+                return code, self._without(error.nodes, str(error), error)
+        on = nodes if self.goes_on else []
+        with _guarded(self.allocation, on, self.folder.path / "logs"):
+            code = _run_ranks(job, self.folder, self.allocation, started, self.received, on)
+        if not self.goes_on or code in (EXIT_OK, *STOPPED):
+            return code, None
+        lost, why = self._lost(job, nodes)
+        return code, self._without(lost, f"{', '.join(lost)} lost: {why}", LostNodes(why))
+
+    def _lost(self, job: Job, nodes: list[str]) -> tuple[list[str], str]:
+        """Return the nodes that are the cause of the attempt's end, and why; none if it is another."""
+        cause = find_cause(self.folder)
+        if cause is None or cause["kind"] not in ("node", "machine", "unknown", *VICTIMS):
+            return [], ""
+        ranks, why = lost_ranks(self.folder, [])
+        local = job.world_size // len(nodes)
+        lost = {nodes[rank // local]: why for rank in ranks}
+        unfit = _answered(lambda: queue.unfit_nodes(self.allocation.job_id, nodes))
+        lost |= {node: f"SLURM calls it {state}" for node, state in unfit.items()}
+        if not lost and self.checks == "exclude":
+            try:
+                check_nodes(job, self.folder.path, nodes)
+            except UnfitNodes as error:
+                lost = dict.fromkeys(error.nodes, str(error))
+        return list(lost), "; ".join(dict.fromkeys(lost.values()))
+
+    def _without(self, lost: list[str], words: str, error: Exception) -> Loss | None:
+        # With the first node this process ends, so what it runs on must stay.
+        first = self.nodes[0]
+        self.nodes = [node for node in self.nodes if node not in lost]
+        left = 0 if first in lost else len(self.nodes)
+        return Loss(words, len(lost), left, error) if lost else None
+
+
+@contextmanager
+def _guarded(allocation: Allocation, nodes: list[str], logs: Path) -> Iterator[None]:
+    """Have the second node requeue the job if it loses the first one, and this process with it."""
+    if len(nodes) < 2:
+        yield
+        return
+    command = ["srun", "--overlap", "--nodes=1", f"--nodelist={nodes[1]}", "--ntasks=1"]
+    command += ["--mpi=none", "--export=ALL", sys.executable, "-m", "harness.launch.guard"]
+    with (logs / "guard.err").open("ab") as log:
+        guard = subprocess.Popen(
+            [*command, allocation.job_id, nodes[0]],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield
+        finally:
+            guard.terminate()  # without waiting: its node may be lost
+
+
 def _has_progress(folder: RunFolder) -> bool:
     """Whether this attempt or the one before finished a step; True for the first attempt."""
     earlier = earlier_attempt(folder.path)
-    if earlier is None:
+    if earlier is None or folder.layout:
         return True
     rows = (folder.row, RunFolder(earlier).row)
     return any((row.get("step") or 0) > (row.get("start_step") or 0) for row in rows)
@@ -210,7 +300,12 @@ def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
 
 
 def _run_ranks(
-    job: Job, folder: RunFolder, allocation: Allocation, started: float, received: Received
+    job: Job,
+    folder: RunFolder,
+    allocation: Allocation,
+    started: float,
+    received: Received,
+    on: Sequence[str] = (),
 ) -> int:
     logs = folder.path / "logs"
     with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
@@ -226,7 +321,8 @@ def _run_ranks(
             before = os.fstat(log.fileno()).st_size
             if received.has_any:
                 return ""  # the signal would kill srun before it can handle it
-            srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
+            command = srun_command(job, folder.path, on)
+            srun = subprocess.Popen(command, env=environment, stderr=log)
             received.forward_to(srun.pid)
             returned = srun.wait()
             received.process = None
@@ -260,6 +356,9 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
     if returned < 0:  # srun was killed, and its end has ended the ranks
         return int(folder.errors.record(None, StepFailed(returned, logs))["exit_code"])
     said = (logs / SRUN_LOG).read_text(errors="replace")
+    if failed := NODE_FAILURE.findall(said):
+        error = folder.errors.record(None, LostNodes(f"{', '.join(failed)} failed"))
+        return int(error["exit_code"])
     if "forcing job termination" in said:  # srun got SIGTERM, as from scancel --full --signal=TERM
         return EXIT_INTERRUPTED
     dead = record_dead(folder, dead_ranks(said, logs))
@@ -341,14 +440,19 @@ def _requeue_after(error: Exception, job: Job, folder: RunFolder, allocation: Al
     return finish_run(job, folder, folder.errors.record(None, error)["exit_code"])
 
 
-def srun_command(job: Job, run_dir: Path) -> list[str]:
-    """Return the srun command that starts a job's ranks: one task each, ended together."""
+def srun_command(job: Job, run_dir: Path, on: Sequence[str] = ()) -> list[str]:
+    """Return the srun command that starts a job's ranks: one task each, ended together.
+
+    Args:
+        on: nodes of the allocation; empty: all.
+    """
     config = job.cluster
     nodes, local = config.nodes_for(job.world_size)
     logs = str(run_dir / "logs").replace("%", "%%")
     command = [
         "srun",
         f"--nodes={nodes}",
+        *([f"--nodelist={','.join(on)}"] if on else []),
         f"--ntasks={job.world_size}",
         f"--ntasks-per-node={local}",
         # Not every version takes it from sbatch; data loaders would then share one core.

@@ -40,7 +40,7 @@ FACTS = (
 # A shared file system may show a job's last writes up to this long after the job has left the
 # queue.
 LAST_WRITES_SECONDS = 15.0
-_NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
+NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,8 @@ def read_state(
     except UserError as error:
         return RunState(run_dir, "lost", kind="user", reason=str(error))
     state, reason, kind = state_of(folder, record, listed, silent)
+    if state == "running" and (layout := folder.layout):
+        reason = ", ".join(filter(None, [reason, layout["reason"]]))
     row = folder.row
     facts = _facts(row) if row and state != "running" else folder.last_metrics
     found = None if record is None or listed is None else record.find(listed)
@@ -281,7 +283,7 @@ def _failure(folder: RunFolder) -> tuple[str, str]:
     row = folder.row
     kind = row.get("error.kind", "unknown")
     rank = row.get("error.rank")
-    dead = _NODE_FAILURE.findall(last_lines(folder.path / "logs" / "srun.err"))
+    dead = NODE_FAILURE.findall(last_lines(folder.path / "logs" / "srun.err"))
     if dead and kind in VICTIMS:
         return "node", f"{', '.join(dead)} failed"
     reason = " ".join(str(row.get("error.message", "")).split())

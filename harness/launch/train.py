@@ -31,8 +31,8 @@ def train(job: Job, overrides: list[str]) -> int:
     """Train a job, as its controller or as one of its ranks; return the exit code."""
     folder = RunFolder(job.run_dir)
     is_launched = launched_ranks() is not None
-    if job.cluster.on_node_loss == "continue" and (is_launched or not job.cluster.is_here):
-        rule = "only ranks of this machine's own launcher go on without a node yet"
+    if job.cluster.on_node_loss == "continue" and is_launched:
+        rule = "a job has one number of ranks, and torchrun chooses another when it goes on"
         works = "requeue, or cluster=local without torchrun"
         raise ConfigError("cluster.on_node_loss", "continue", rule, works)
     if is_launched:

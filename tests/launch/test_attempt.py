@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,12 @@ class Granted(Allocation):
         return self._state
 
 
+SLURM_JOB = ["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.max_requeues=2"]
+
+
 @pytest.fixture(scope="module")
 def job():
-    return compose_job(
-        ["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.max_requeues=2"]
-    )
+    return compose_job(SLURM_JOB)
 
 
 # What srun says and returns, the exit code of rank 0's row and its error; and the first error, and the code:
@@ -284,3 +286,54 @@ def test_code_that_cannot_be_imported_leaves_a_row(submitted, tmp_path):
     assert done.stderr.startswith(
         f"error: {tmp_path}/list lists the runs of an array of 2 tasks, and this is "
     )
+
+
+# The error of an attempt on three of four nodes, what SLURM says after it was away once, nodes that the check
+# finds unfit (before the ranks, after them), and which nodes are lost and how many left. The first is this
+# process's own.
+@pytest.mark.parametrize(
+    ("error", "unfit", "checked", "lost", "left"),
+    rows("""
+        peer    {n3: down}             []            [n3]      3
+        peer    {n2: idle, n3: down*}  []            [n2, n3]  2
+        peer    {n1: drained}          []            [n1]      0
+        bug     {n3: down}             []            []        4
+        memory  {n3: down}             []            []        4
+        stop    {n3: down}             []            []        4
+        peer    {}                     []            []        4
+        peer    {}                     [null, n2]    [n2]      3
+        peer    {}                     [n3]          [n3]      3
+    """),
+)
+def test_which_nodes_are_lost(error, unfit, checked, lost, left, submitted, job, monkeypatch):
+    errors = {**ERRORS, "bug": LookupError("broken"), "memory": MemoryError()}
+
+    def run_ranks(*_):
+        row = submitted.errors.record(1, errors[error])
+        return row["exit_code"]
+
+    def ask_slurm(*_):
+        if away:
+            raise away.pop()
+        return unfit
+
+    def check(*_):
+        if checked and (node := checked.pop(0)):
+            raise UnfitNodes({node: ["bad"]})
+
+    away = [SlurmError("Unable to contact slurm controller")]
+    monkeypatch.setattr(attempt, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(attempt, "_run_ranks", run_ranks)
+    monkeypatch.setattr(attempt, "_guarded", lambda *_: nullcontext())
+    monkeypatch.setattr(attempt, "check_nodes", check)
+    monkeypatch.setattr(attempt.queue, "unfit_nodes", ask_slurm)
+    monkeypatch.setattr(attempt.queue, "own_nodes", lambda: ["n1", "n2", "n3", "n4"])
+    losing = ["parallelism=fsdp", "parallelism.dp_shard=3", "cluster.ranks_per_node=1"]
+    losing += ["training.global_batch_size=12", "cluster.on_node_loss=continue"]
+    losing += ["cluster.spare_nodes=1", "cluster.min_nodes=1"]
+    checks = "exclude" if checked else "off"
+    job = compose_job([*SLURM_JOB, *losing, f"cluster.node_check={checks}"])
+    attempts = attempt._Attempts(job, submitted, Granted("RUNNING"), Received())
+    _, loss = attempts.run(job, 0.0)
+    assert attempts.nodes == [node for node in ("n1", "n2", "n3", "n4") if node not in lost]
+    assert (loss.nodes, loss.left) == (len(lost), left) if lost else loss is None

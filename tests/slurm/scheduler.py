@@ -130,13 +130,17 @@ class Scheduler:
         """Start the daemon of a node."""
         self._start(node, "slurmd", "-D", "-f", str(self.configuration), "-N", node)
 
-    def kill_node(self, node, job):
-        """Kill the daemon of a node and a job's processes there: connections are reset."""
-        daemon = self._daemons.pop(node)
-        daemon.kill()
-        daemon.wait()
+    def kill_node(self, node, *jobs, number=signal.SIGKILL):
+        """Kill the daemon of a node and jobs' processes there: connections are reset; or freeze them."""
+        self._daemons[node].send_signal(number)
+        if number == signal.SIGKILL:
+            self._daemons.pop(node).wait()
         mark = f"SLURM_CONF={self.configuration}"
-        tasks = list(_processes_with(mark, f"SLURMD_NODENAME={node}", f"SLURM_JOB_ID={job}"))
+        tasks = [
+            task
+            for job in jobs
+            for task in _processes_with(mark, f"SLURMD_NODENAME={node}", f"SLURM_JOB_ID={job}")
+        ]
         stats = [(task / "stat").read_text().rpartition(")")[2].split() for task in tasks]
         parents = {Path("/proc") / stat[1] for stat in stats}
         # A parent that outlived its task would report the task's end.
@@ -145,7 +149,7 @@ class Scheduler:
         ]
         for each in (*steps, *tasks):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(each.name), signal.SIGKILL)
+                os.kill(int(each.name), number)
 
     def run(self, *command):
         """Return the output of a client command."""
@@ -221,6 +225,7 @@ class Scheduler:
     def _end(self, name):
         daemon = self._daemons[name]
         if daemon.poll() is None:
+            daemon.send_signal(signal.SIGCONT)
             daemon.send_signal(signal.SIGTERM)
             try:
                 daemon.wait(10)
