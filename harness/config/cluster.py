@@ -119,9 +119,6 @@ class LossConfig:
     """Fewest nodes to go on with; null: half of them, rounded up."""
     spare_nodes: int = label(0, least=0, needs=(CONTINUES, SLURM))
     """Nodes to ask for in addition: one takes the place of a lost node, and the layout stays."""
-    grow: str = label("never", choices=("never", "checkpoint"), needs=(CONTINUES, SLURM))
-    """Return to the full layout when lost nodes are back: ``checkpoint`` does so after the next
-    checkpoint."""
 
 
 # Bases give their fields from the last to the first: the order of files and of --help.
