@@ -205,9 +205,7 @@ LONG = [each for each in PLANNED if {"search=true", "cluster.nodes=64"} <= set(e
 )
 def test_shown_plans_are_what_the_plan_prints(command, monkeypatch, tmp_path):
     _use_shown_files(command, monkeypatch, tmp_path)
-    monkeypatch.setattr(
-        "harness.tools.plan.search_result.sweep_path", lambda *_: tmp_path / "sweep.yaml"
-    )
+    monkeypatch.setattr("harness.tools.plan.verb.sweep_path", lambda *_: tmp_path / "sweep.yaml")
     printed = plan_of(verb_of(shlex.split(command.line))[1:]).splitlines()
     for line in command.output:
         assert line == "..." or line in printed

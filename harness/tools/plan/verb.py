@@ -5,11 +5,25 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
-from harness.compose.composer import Composed
 from harness.compose.verb import Result, Verb
 from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
+from harness.tools.plan.compare import (
+    compare,
+    differences_as_dict,
+    job_against,
+    render_differences,
+)
 from harness.tools.plan.config import REHEARSE, PlanJob
+from harness.tools.plan.layouts import find_layouts, layouts_as_dict, render_layouts
+from harness.tools.plan.loads import COLUMN, measured_imbalance
+from harness.tools.plan.make import Measured, calibrate, calibration_of, make_plan, render_fit
+from harness.tools.plan.picture import draw
+from harness.tools.plan.remedies import remedies, remedies_as_dict, render_remedies
+from harness.tools.plan.render import as_dict, render
+from harness.tools.plan.search import search
+from harness.tools.plan.search_result import commands, render_search, search_as_dict, sweep_path
+from harness.tools.plan.space import Space
 from harness.util.errors import HarnessError, UserError
 from harness.util.words import plural
 
@@ -33,22 +47,14 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         return _calibrate(Path(job.calibrate), job.calibration, job.cluster)
     if job.search:
         return _search(job, overrides)
-    from harness.tools.plan.make import calibration_of, make_plan
-    from harness.tools.plan.picture import draw
-    from harness.tools.plan.render import as_dict, render
-
     made = make_plan(job.plain, calibration_of(job))
     if job.against is not None:
-        from harness.tools.plan.compare import differences_as_dict, job_against, render_differences
-
         other = job_against(job, overrides)
         second = make_plan(other.plain, calibration_of(other))
         return Result(differences_as_dict(made, second), render_differences(made, second))
     data = as_dict(made)
     text = render(made) + draw(job.picture, made)
     if job.cluster.on_node_loss == "continue":
-        from harness.tools.plan.layouts import find_layouts, layouts_as_dict, render_layouts
-
         layouts = find_layouts(job.plain)
         data["layouts"] = layouts_as_dict(layouts)
         text += f"\n{render_layouts(layouts)}"
@@ -59,19 +65,11 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         return replace(rehearsed, data=data, text=f"{text}\n{rehearsed.text}")
     if made.fits is not False:
         return Result(data | {"remedies": []}, text)
-    from harness.tools.plan.remedies import remedies, remedies_as_dict, render_remedies
-
     found = remedies(made, overrides)
     return Result(data | {"remedies": remedies_as_dict(found)}, f"{text}\n{render_remedies(found)}")
 
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:
-    from harness.tools.plan.make import calibration_of
-    from harness.tools.plan.picture import draw
-    from harness.tools.plan.search import search
-    from harness.tools.plan.search_result import commands, render_search, search_as_dict, sweep_path
-    from harness.tools.plan.space import Space
-
     found = search(Space.of(job.plain, overrides), job.top, calibration_of(job), job.headroom)
     path = sweep_path(job.name, job.sweep_file)
     picture = draw(job.picture, found.best[0].plan)
@@ -83,17 +81,8 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
         return Result(data, text, error=error)
 
 
-def compare_points(points: list[Composed]) -> Result:
-    """Plan the points of a multirun, in one table."""
-    from harness.tools.plan.compare import compare
-
-    return compare(points)
-
-
 def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Result:
     from harness.launch.rows import job_of, load
-    from harness.tools.plan.loads import COLUMN, measured_imbalance
-    from harness.tools.plan.make import Measured, calibrate, render_fit
 
     rows = load(folder)
     loads: dict[str, float | None] = {}
@@ -136,7 +125,7 @@ VERB = Verb(
     help=HELP,
     job=PlanJob,
     has_json=True,
-    sweep=compare_points,
+    sweep=compare,
     prepare=gc.disable,
     is_alone=True,
 )
