@@ -14,3 +14,8 @@ def texts(table):
 def rows(table):
     """The same with values in YAML."""
     return [[yaml.safe_load(cell or '""') for cell in line] for line in texts(table)]
+
+
+def words(line):
+    """Overrides as they are typed on a command line."""
+    return line.split()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import words
 from jobs import tiny
 from layouts import require_parity, verdict_of
 from planted import PlantedPool, documents_forgotten
@@ -59,12 +60,9 @@ def corpus(tmp_path_factory):
     for number in range(30):
         (folder / f"{number:02}.txt").write_text(f"document {number} " * (1 + number * number % 9))
     return [
-        *(
-            "data=local_text",
-            "tokenizer=bytes",
-            "model.vocab_size=258",
-            "data.validation_fraction=0",
-        ),
+        *words("""
+        data=local_text tokenizer=bytes model.vocab_size=258 data.validation_fraction=0
+    """),
         *(f"data.paths=[{folder}/*.txt]", f"data.cache_dir={folder}/cache"),
         "data.attend_across_documents=false",
     ]
@@ -102,12 +100,9 @@ def test_layouts_agree_about_conversations(pool, tmp_path):
             f"data.paths=[{shipped}]",
             f"data.cache_dir={tmp_path}",
         ),
-        *(
-            "tokenizer=python_2k",
-            "model.vocab_size=2048",
-            "training.seq_len=128",
-            "model.max_seq_len=128",
-        ),
+        *words("""
+        tokenizer=python_2k model.vocab_size=2048 training.seq_len=128 model.max_seq_len=128
+    """),
     ]
     require_parity(pool, name, layout(name, *typed))
 

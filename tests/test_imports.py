@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import words
 from packaging.specifiers import SpecifierSet
 from processes import python
 
@@ -38,9 +39,11 @@ def test_importing_is_quick(module):
     assert module in listed and not set(NOT_IMPORTED[module].split()) & set(listed)
 
 
-TINY = (
-    *("train", "model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "model.vocab_size=258"),
-    *("training.steps=1", "schedule.warmup_steps=0", "cluster.device=cpu"),
+TINY = tuple(
+    words("""
+    train model=llama3_tiny data=synthetic tokenizer=bytes model.vocab_size=258 training.steps=1
+    schedule.warmup_steps=0 cluster.device=cpu
+""")
 )
 # Print the harness's modules, and the harness's frames of the main thread, in place of a function.
 STOP_AT = """

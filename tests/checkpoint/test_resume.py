@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases import words
 from local_runs import Run, start
 from processes import python
 from resumable_runs import SMALL, train
@@ -35,28 +36,23 @@ def run(pool, run_dir, *overrides, stop=None):
 
 
 LAYOUTS = {
-    "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=4", "precision=bf16", "checkpoint=async"],
-    "fsdp_ep_mtp": [
-        *("model=deepseek_v3_debug", "model.attention.q_lora_rank=null", "model.mtp.depth=1"),
-        *("parallelism=fsdp_ep", "model.n_layers=2"),
-    ],
+    "fsdp": words("parallelism=fsdp parallelism.dp_shard=4 precision=bf16 checkpoint=async"),
+    "fsdp_ep_mtp": words("""
+        model=deepseek_v3_debug model.attention.q_lora_rank=null model.mtp.depth=1
+        parallelism=fsdp_ep model.n_layers=2
+    """),
     # Weights that FSDP gathers in float8 are torchao tensors, and running means are in bfloat16.
-    "fsdp_float8": [
-        *("parallelism=fsdp", "precision=float8_tensorwise", "precision.emulate=true"),
-        *("precision.enable_fsdp_float8_all_gather=true", "optimizer.state_dtype=bfloat16"),
-        *("precision.precompute_float8_dynamic_scale_for_fsdp=true", "parallelism.dp_shard=2"),
-    ],
+    "fsdp_float8": words("""
+        parallelism=fsdp precision=float8_tensorwise precision.emulate=true
+        precision.enable_fsdp_float8_all_gather=true optimizer.state_dtype=bfloat16
+        precision.precompute_float8_dynamic_scale_for_fsdp=true parallelism.dp_shard=2
+    """),
     # A replica that sends no piece of a matrix has its momentum all the same: checkpoints may take it there.
     "hsdp_muon": ["parallelism=hsdp", "optimizer=muon"],
-    "fsdp_tp_8bit": [
-        *(
-            "parallelism=fsdp_tp",
-            "model.dim=256",
-            "model.ffn_hidden_dim=512",
-            "optimizer.state_dtype=8bit",
-        )
-    ],
-    "full_bf16": ["parallelism=tp", "parallelism.tp=2", "precision=bf16_full", "checkpoint=async"],
+    "fsdp_tp_8bit": words("""
+        parallelism=fsdp_tp model.dim=256 model.ffn_hidden_dim=512 optimizer.state_dtype=8bit
+    """),
+    "full_bf16": words("parallelism=tp parallelism.tp=2 precision=bf16_full checkpoint=async"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any, get_origin
 
 import hydra
 import pytest
-from cases import rows, texts
+from cases import rows, texts, words
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -112,12 +112,9 @@ def test_options_of_all_groups_together(primary, rest):
 def test_points_are_what_composing_each_of_them_gives():
     typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "+user.a=x"]
     # Set groups by option and by value, with experiments that set fields of other groups.
-    mixed = [
-        "precision=bf16,fp32",
-        "cluster=slurm_h100,local",
-        "experiment=quickstart",
-        "compile=on",
-    ]
+    mixed = words("""
+        precision=bf16,fp32 cluster=slurm_h100,local experiment=quickstart compile=on
+    """)
     twice = ["data=python_stdlib", "data=synthetic", "training.seed=1,2"]
     points = [*compose_points(typed), *compose_points(twice), *compose_points(mixed)]
     assert len(points) == 10 and any(point.job is not None for point in points)
@@ -177,7 +174,7 @@ def test_a_changed_file_is_composed_again(tmp_path):
         assert compose_job(typed).training.seed == seed
 
 
-COMMON = ["model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu"]
+COMMON = words("model=llama3_tiny data=synthetic tokenizer=none cluster.device=cpu")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cases import texts
+from cases import texts, words
 from one_line import one_line
 from processes import python
 
@@ -20,14 +20,10 @@ from harness.launch.slurm import snapshot_path, take_snapshot
 from harness.util.errors import ConfigError, MissingPackageError
 
 EXTRAS = Path(__file__).parents[1] / "extras" / "harness_extras"
-TINY = [
-    "model=llama3_tiny",
-    "tokenizer=none",
-    "data=synthetic",
-    "training.seq_len=16",
-    "training.steps=2",
-    "training.global_batch_size=2",
-]
+TINY = words("""
+    model=llama3_tiny tokenizer=none data=synthetic training.seq_len=16 training.steps=2
+    training.global_batch_size=2
+""")
 SGD = "optimizer.kind=my_conf/sgd.py:SGD"
 POWER = "schedule.decay_type=my_conf/power.py:POWER"
 SPIKES = "training.observers=[my_conf/spikes.py:Spikes]"
@@ -189,12 +185,7 @@ def test_a_copy_of_the_code_has_the_files(home):
 
 def test_two_ranks_train_with_files_and_resume_only_with_the_same(home):
     command = ["-m", "harness", "train", *TINY, SGD, POWER, SPIKES, "parallelism=tp"]
-    command += [
-        "parallelism.tp=2",
-        "schedule.warmup_steps=0",
-        "schedule.decay_ratio=1",
-        "name=files",
-    ]
+    command += words("parallelism.tp=2 schedule.warmup_steps=0 schedule.decay_ratio=1 name=files")
     done = python(*command, cwd=home, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     [run] = home.glob("runs/files/[0-9a-f]*")

@@ -9,18 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cases import words
 from processes import PATIENCE, until
 
 from harness.metrics.jsonl import read_metrics
 
-TINY = [
-    "model=llama3_tiny",
-    "model.vocab_size=258",
-    "tokenizer=bytes",
-    "training.seq_len=16",
-    "metrics.console=plain",
-    "cluster.device=cpu",
-]
+TINY = words("""
+    model=llama3_tiny model.vocab_size=258 tokenizer=bytes training.seq_len=16
+    metrics.console=plain cluster.device=cpu
+""")
 LONG = ["training.steps=1000000", "metrics.log_interval=5"]
 TWO_RANKS = ["parallelism=fsdp", "parallelism.dp_shard=2"]
 

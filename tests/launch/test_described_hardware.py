@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from cases import words
 
 from harness.compose.composer import compose_job
 from harness.compose.paths import using_folders
@@ -33,17 +34,13 @@ hardware:
   link_gb_s: 450
   units: 78
 """
-JOB = [
-    "model=llama3_8b",
-    "data=synthetic",
-    "tokenizer=bytes",
-    "precision=bf16",
-    "parallelism.dp_shard=8",
-]
-SAME = [
-    *("half_tflops=989.4", "float32_tflops=66.9", "float8_tflops=1978.9"),
-    *("memory_gib=80", "memory_tb_s=3.35", "link_gb_s=450", "units=132"),
-]
+JOB = words("""
+    model=llama3_8b data=synthetic tokenizer=bytes precision=bf16 parallelism.dp_shard=8
+""")
+SAME = words("""
+    half_tflops=989.4 float32_tflops=66.9 float8_tflops=1978.9 memory_gib=80 memory_tb_s=3.35
+    link_gb_s=450 units=132
+""")
 CLUSTER = "cluster=slurm_h100"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import words
 
 from harness.config.fields import with_value
 from harness.config.job import Job
@@ -31,14 +32,11 @@ from harness.train.trainer import Trainer
 from harness.util.annotation import annotated
 from harness.util.errors import UserError
 
-SMALL = (
-    *(
-        "model.n_layers=2",
-        "training.seq_len=16",
-        "training.global_batch_size=8",
-        "checkpoint=disabled",
-    ),
-    *("profiling.phases=true", "metrics.warmup_steps=1"),
+SMALL = tuple(
+    words("""
+    model.n_layers=2 training.seq_len=16 training.global_batch_size=8 checkpoint=disabled
+    profiling.phases=true metrics.warmup_steps=1
+""")
 )
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 import jobs
 import pytest
 import torch
+from cases import words
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from harness.config.fields import with_value
@@ -16,10 +17,10 @@ from harness.train.engine import Engine
 from harness.train.setup import process_group
 
 CPU = torch.device("cpu")
-COMPILED = [
-    *("training.steps=10", "training.seq_len=32", "training.global_batch_size=4"),
-    *("compile=on", "compile.backend=aot_eager"),
-]
+COMPILED = words("""
+    training.steps=10 training.seq_len=32 training.global_batch_size=4 compile=on
+    compile.backend=aot_eager
+""")
 
 
 def graphs_after_two_steps(*overrides):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from cases import words
 from jobs import random_batch
 from plain_llama import block, frequencies, hidden, norm
 
@@ -18,11 +19,11 @@ from harness.precision.linears import sort_linears
 from harness.train.engine import Engine
 
 CPU = torch.device("cpu")
-SMALL = [
-    *("model=llama3_tiny", "model.n_layers=2", "model.rope.scaling=none", "model.mtp.depth=1"),
-    *("data=synthetic", "tokenizer=bytes", "training.seq_len=32", "training.global_batch_size=4"),
-    *("cluster.device=cpu", "model.mtp.loss_weight=0.7"),
-]
+SMALL = words("""
+    model=llama3_tiny model.n_layers=2 model.rope.scaling=none model.mtp.depth=1 data=synthetic
+    tokenizer=bytes training.seq_len=32 training.global_batch_size=4 cluster.device=cpu
+    model.mtp.loss_weight=0.7
+""")
 WEIGHT = 0.7
 HEADS = 8
 
@@ -182,12 +183,10 @@ def test_parameters_and_flops_are_counted():
 
 def test_linears_of_the_block_multiply_in_float8():
     job = compose_job(
-        [
-            "model=deepseek_v3_671b",
-            "model.mtp.depth=1",
-            "precision=float8_tensorwise",
-            "precision.emulate=true",
-        ],
+        words("""
+            model=deepseek_v3_671b model.mtp.depth=1 precision=float8_tensorwise
+            precision.emulate=true
+        """),
     )
     linears = sort_linears(job.model, job.precision)
     assert "mtp.block.attention.wo" in linears.converted

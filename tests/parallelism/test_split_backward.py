@@ -3,6 +3,7 @@
 from unittest import mock
 
 import pytest
+from cases import words
 from layouts import require_agreement
 
 from harness.compose.composer import Composer
@@ -27,16 +28,11 @@ TABLE = [
     "DualPipeV-default-offload-selective_layer-dp_shard",
 ]
 # Its split passes leave gradients of one FSDP group in two dtypes.
-ONE_MICROBATCH = [
-    "model=llama4_debug",
-    "precision=bf16",
-    "training.seq_len=48",
-    "training.global_batch_size=4",
-    "parallelism=fsdp_ep_pp",
-    "parallelism.dp_shard=2",
-    "parallelism.pp_schedule=ZBVZeroBubble",
-    "parallelism.pp_microbatch_size=2",
-]
+ONE_MICROBATCH = words("""
+    model=llama4_debug precision=bf16 training.seq_len=48 training.global_batch_size=4
+    parallelism=fsdp_ep_pp parallelism.dp_shard=2 parallelism.pp_schedule=ZBVZeroBubble
+    parallelism.pp_microbatch_size=2
+""")
 
 
 def compose(*overrides):

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from cases import words
 from equal import assert_equal
 from jobs import tiny, train_engine
 from layouts import require_agreement
@@ -21,10 +22,9 @@ from harness.tools.parity.parity import Trace, compare, trace
 from harness.util.errors import UserError
 
 RECIPES = [*FLOAT8, "mxfp8"]
-SMALL = [
-    *("training.steps=10", "training.seq_len=64", "training.global_batch_size=4"),
-    "data.mask_fraction=0.3",
-]
+SMALL = words("""
+    training.steps=10 training.seq_len=64 training.global_batch_size=4 data.mask_fraction=0.3
+""")
 WIDE = ("model.n_layers=2", "model.dim=128", "model.moe.hidden_dim=128")
 FAMILIES = {
     "qwen3": ("model=qwen3_moe_debug", *WIDE),

@@ -7,20 +7,18 @@ import sys
 from pathlib import Path
 
 import processes
+from cases import words
 
-TINY = (
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "data.mask_fraction=0.3"),
-    *(
-        "training.seq_len=64",
-        "training.global_batch_size=8",
-        "training.steps=6",
-        "metrics.console=plain",
-    ),
+TINY = tuple(
+    words("""
+    model=llama3_tiny data=synthetic tokenizer=bytes data.mask_fraction=0.3 training.seq_len=64
+    training.global_batch_size=8 training.steps=6 metrics.console=plain
+""")
 )
 # All nodes are this machine, whose name may not resolve to an address that gloo can use.
 ENVIRONMENT = "GLOO_SOCKET_IFNAME:lo,OMP_NUM_THREADS:'1',MASTER_ADDR:'127.0.0.1'"
 ON_SLURM = (
-    *("cluster=slurm_cpu", "cluster.time=30", "cluster.cpus_per_rank=1", "cluster.mem=4000M"),
+    *words("cluster=slurm_cpu cluster.time=30 cluster.cpus_per_rank=1 cluster.mem=4000M"),
     f"cluster.env={{{ENVIRONMENT}}}",
 )
 

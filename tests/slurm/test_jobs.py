@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cases import words
 from commands import (
     COMMAND_SECONDS,
     ON_SLURM,
@@ -102,14 +103,11 @@ def test_an_array_writes_the_corpus_of_one_process(slurm, tmp_path):
         assert tokens == whole.tokens.tolist()
 
 
-LONG = (
-    *(
-        "training.steps=160",
-        "checkpoint.interval=1000",
-        "parallelism=fsdp",
-        "parallelism.dp_shard=2",
-    ),
-    "debug=deterministic",
+LONG = tuple(
+    words("""
+    training.steps=160 checkpoint.interval=1000 parallelism=fsdp parallelism.dp_shard=2
+    debug=deterministic
+""")
 )
 
 

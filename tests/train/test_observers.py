@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import words
 from one_line import one_line
 from processes import until
 
@@ -32,11 +33,13 @@ SMALL = (
     "training.seq_len=32",
     "training.global_batch_size=4",
 )
-ALL = (
-    *("profiling=on", "profiling.interval=3", "profiling.warmup=1", "profiling.active=1"),
-    *("profiling.phases=true", "debug.nan=true", "metrics.all_ranks=true"),
-    *("metrics.tensors=norms", "metrics.tensors_interval=3", "metrics.activations=true"),
-    *("validation.interval=3", "validation.steps=2", "evaluation.interval=2"),
+ALL = tuple(
+    words("""
+    profiling=on profiling.interval=3 profiling.warmup=1 profiling.active=1
+    profiling.phases=true debug.nan=true metrics.all_ranks=true metrics.tensors=norms
+    metrics.tensors_interval=3 metrics.activations=true validation.interval=3 validation.steps=2
+    evaluation.interval=2
+""")
 )
 
 
@@ -216,10 +219,12 @@ def test_norms_of_tensors_are_those_of_the_steps_and_continue(tmp_path):
 
 def test_activations_are_recorded_between_rows_and_continue(tmp_path):
     """Steps without a row have records too, and nothing is compiled for them after the first step."""
-    overrides = (
-        *("training.steps=7", "checkpoint.interval=2", "checkpoint.keep_latest_k=0"),
-        *("metrics.activations=true", "metrics.tensors_interval=3", "metrics.log_interval=7"),
-        *("compile=on", "compile.backend=aot_eager", "model.mtp.depth=1"),
+    overrides = tuple(
+        words("""
+        training.steps=7 checkpoint.interval=2 checkpoint.keep_latest_k=0
+        metrics.activations=true metrics.tensors_interval=3 metrics.log_interval=7 compile=on
+        compile.backend=aot_eager model.mtp.depth=1
+    """)
     )
     jobs.train(tmp_path, *overrides)
     run = jobs.train(tmp_path, *overrides, "checkpoint.load_step=4")

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from cases import words
 from equal import assert_equal
 from held import Held
 from safetensors.torch import load_file
@@ -21,19 +22,12 @@ from harness.weights.detect import find_source, open_source
 from harness.weights.huggingface import HuggingFaceSource, write_huggingface
 
 diffusers = pytest.importorskip("diffusers")
-SMALL = (
-    *(
-        "model=flux_debug",
-        "data=latents_synthetic",
-        "training.seq_len=25",
-        "model.options.text_length=9",
-    ),
-    *("model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_hidden_dim=128"),
-    *(
-        "model.options.axes_dims=[4,6,6]",
-        "model.options.time_dim=256",
-        "model.options.latent_channels=4",
-    ),
+SMALL = tuple(
+    words("""
+    model=flux_debug data=latents_synthetic training.seq_len=25 model.options.text_length=9
+    model.dim=32 model.n_heads=2 model.n_kv_heads=2 model.ffn_hidden_dim=128
+    model.options.axes_dims=[4,6,6] model.options.time_dim=256 model.options.latent_channels=4
+""")
 )
 PUBLISHED = {"flux_schnell": 11_891_178_560, "flux_dev": 11_901_408_320}
 """Parameters of diffusers' model built with the config.json of each repository."""

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from cases import words
 from one_line import one_line
 from PIL import Image
 
@@ -22,36 +23,15 @@ from harness.train.rank import run_rank
 from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder
 
-TINY = (
-    *(
-        "experiment=flux_debug",
-        "model.dim=32",
-        "model.n_heads=2",
-        "model.n_kv_heads=2",
-        "model.n_layers=2",
-    ),
-    *(
-        "model.options.double_layers=1",
-        "model.ffn_hidden_dim=32",
-        "model.options.axes_dims=[4,6,6]",
-    ),
-    *(
-        "model.options.time_dim=16",
-        "data.options.size=8",
-        "training.seq_len=12",
-        "training.global_batch_size=4",
-    ),
-    *(
-        "schedule.warmup_steps=0",
-        "cluster.device=cpu",
-        "metrics.console=none",
-        "validation.steps=1",
-    ),
-    *(
-        "validation.options.pictures=3",
-        "validation.options.picture_steps=2",
-        "model.options.zero_init=false",
-    ),
+TINY = tuple(
+    words("""
+    experiment=flux_debug model.dim=32 model.n_heads=2 model.n_kv_heads=2 model.n_layers=2
+    model.options.double_layers=1 model.ffn_hidden_dim=32 model.options.axes_dims=[4,6,6]
+    model.options.time_dim=16 data.options.size=8 training.seq_len=12
+    training.global_batch_size=4 schedule.warmup_steps=0 cluster.device=cpu metrics.console=none
+    validation.steps=1 validation.options.pictures=3 validation.options.picture_steps=2
+    model.options.zero_init=false
+""")
 )
 
 
@@ -107,17 +87,11 @@ def test_online_encoders_of_folders(tmp_path):
     """The encoders compute in the training loop, and harness generate finds them in the checkpoint."""
     typed = (
         *overrides(save_encoders(tmp_path / "flux")),
-        *(
-            "model.options.latent_channels=4",
-            "model.options.text_length=10",
-            "model.options.context_dim=16",
-        ),
-        *(
-            "model.options.pooled_dim=12",
-            "training.seq_len=14",
-            "training.steps=1",
-            "validation.interval=1",
-        ),
+        *words("""
+        model.options.latent_channels=4 model.options.text_length=10
+        model.options.context_dim=16 model.options.pooled_dim=12 training.seq_len=14
+        training.steps=1 validation.interval=1
+    """),
     )
     run = train(tmp_path, *typed)
     [found] = pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]")

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import words
 from test_flux_exchange import inputs, ours, small, theirs
 from tiny_flux import SMALL
 
@@ -82,14 +83,11 @@ def sampled(job_json):
 
 LAYOUTS = {
     "fsdp": ("parallelism=fsdp", "parallelism.dp_shard=2"),
-    "tp_cp": (
-        *(
-            "parallelism=tp",
-            "parallelism.tp=2",
-            "parallelism.cp=2",
-            "parallelism.cp_method=ulysses",
-        ),
-        "parallelism.sequence_parallel=true",
+    "tp_cp": tuple(
+        words("""
+        parallelism=tp parallelism.tp=2 parallelism.cp=2 parallelism.cp_method=ulysses
+        parallelism.sequence_parallel=true
+    """)
     ),
 }
 

@@ -1,26 +1,20 @@
 """A small Flux, and small encoders with random weights, as transformers and diffusers save them."""
 
 import torch
+from cases import words
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WORDS = ("red", "green", "blue", "circle", "square", "a", "above")
 WIDTH, POOLED, LENGTH = 16, 12, 10
 # Blocks of both kinds. Modulations that are not zero: with zeros most gradients would be 0 at first.
-SMALL = (
-    *("model=flux_debug", "model.dim=32", "model.n_layers=3", "model.ffn_hidden_dim=64"),
-    *(
-        "model.options.axes_dims=[4,2,2]",
-        "model.options.text_length=8",
-        "model.options.context_dim=16",
-    ),
-    *("model.options.pooled_dim=16", "model.options.time_dim=16", "model.options.zero_init=false"),
-    *(
-        "data=latents_synthetic",
-        "training.seq_len=24",
-        "training.global_batch_size=8",
-        "tokenizer=bytes",
-    ),
-    *("cluster.device=cpu", "metrics.console=none", "schedule.warmup_steps=0"),
+SMALL = tuple(
+    words("""
+    model=flux_debug model.dim=32 model.n_layers=3 model.ffn_hidden_dim=64
+    model.options.axes_dims=[4,2,2] model.options.text_length=8 model.options.context_dim=16
+    model.options.pooled_dim=16 model.options.time_dim=16 model.options.zero_init=false
+    data=latents_synthetic training.seq_len=24 training.global_batch_size=8 tokenizer=bytes
+    cluster.device=cpu metrics.console=none schedule.warmup_steps=0
+""")
 )
 
 

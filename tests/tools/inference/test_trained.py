@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import conversions
 import pytest
 import torch
+from cases import words
 from inference_jobs import generation
 from jobs import train
 from test_models import CPU, LAYOUTS, NEW, generated, require_greedy
@@ -24,15 +25,12 @@ from harness.train.setup import process_group
 from harness.util.errors import UserError
 from harness.weights.detect import find_source
 
-TRAINED = (
-    *(
-        "model=mixtral_debug",
-        "model.vocab_size=258",
-        "data=python_stdlib",
-        "data.validation_fraction=0",
-    ),
-    *("checkpoint=sync", "training.steps=50", "training.seq_len=64", "optimizer.lr=1e-2"),
-    "schedule.warmup_steps=10",
+TRAINED = tuple(
+    words("""
+    model=mixtral_debug model.vocab_size=258 data=python_stdlib data.validation_fraction=0
+    checkpoint=sync training.steps=50 training.seq_len=64 optimizer.lr=1e-2
+    schedule.warmup_steps=10
+""")
 )
 
 

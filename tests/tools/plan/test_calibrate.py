@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import rows
+from cases import rows, words
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "llama3_h100"))
 
@@ -24,13 +24,9 @@ from harness.tools.plan.make import START, Measured, fit, predicted_rate
 from harness.tools.plan.verb import _calibrate
 from harness.util.errors import UserError
 
-SMALL = [
-    "cluster=slurm_h100",
-    "precision=bf16",
-    "training.seq_len=4096",
-    "model=llama3_8b",
-    "data=synthetic",
-]
+SMALL = words("""
+    cluster=slurm_h100 precision=bf16 training.seq_len=4096 model=llama3_8b data=synthetic
+""")
 
 
 def test_constants_behind_generated_rows_are_recovered():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from cases import words
 
 from harness.compose.composer import compose_job
 from harness.tools.plan.compare import changed_fields, render_differences
@@ -14,10 +15,10 @@ from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 
 GIB = 2**30
-SMALL = [
-    *("model=llama3_debug", "cluster=slurm_h100", "cluster.dollars_per_gpu_hour=2"),
-    "training.global_batch_size=8",
-]
+SMALL = words("""
+    model=llama3_debug cluster=slurm_h100 cluster.dollars_per_gpu_hour=2
+    training.global_batch_size=8
+""")
 
 
 def planned(*overrides):

@@ -1,6 +1,7 @@
 """The layouts with which a job goes on when it loses nodes."""
 
 import pytest
+from cases import words
 
 from harness.compose.composer import Composer, compose_job
 from harness.compose.resolve import resolve
@@ -14,13 +15,10 @@ from harness.tools.plan.make import make_plan
 
 CONTINUE = "cluster.on_node_loss=continue"
 NODES = [
-    "model=llama3_debug",
-    "precision=bf16",
-    "training.seq_len=2048",
-    "training.global_batch_size=48",
-    "cluster=slurm_h100",
-    "cluster.nodes=4",
-    "cluster.ranks_per_node=2",
+    *words("""
+    model=llama3_debug precision=bf16 training.seq_len=2048 training.global_batch_size=48
+    cluster=slurm_h100 cluster.nodes=4 cluster.ranks_per_node=2
+"""),
     CONTINUE,
 ]
 

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from cases import words
 from processes import python
 
 from harness.compose.composer import compose_job
@@ -23,17 +24,12 @@ from harness.util.hardware import ACCELERATORS
 from harness.util.words import counted, dollars, figure, gib, seconds
 
 GIB = 2**30
-JOB_405B = [
-    *("model=llama3_405b", "parallelism=fsdp_tp_pp", "parallelism.tp=8", "parallelism.pp=8"),
-    *("parallelism.dp_shard=8", "parallelism.pp_schedule=Interleaved1F1B", "cluster=slurm_h100"),
-    *("training.global_batch_size=256", "training.seq_len=8192", "training.steps=3000"),
-    *(
-        "precision=float8_tensorwise",
-        "compile=on",
-        "parallelism.async_tp=true",
-        "activation_checkpoint=full",
-    ),
-]
+JOB_405B = words("""
+    model=llama3_405b parallelism=fsdp_tp_pp parallelism.tp=8 parallelism.pp=8
+    parallelism.dp_shard=8 parallelism.pp_schedule=Interleaved1F1B cluster=slurm_h100
+    training.global_batch_size=256 training.seq_len=8192 training.steps=3000
+    precision=float8_tensorwise compile=on parallelism.async_tp=true activation_checkpoint=full
+""")
 
 
 TIMES = {"compute": 12.0, "dp": 0.5, "tp": 2.0, "bubble": 1.4, "optimizer": 0.1}
@@ -82,7 +78,7 @@ def plan_405b():
 
 
 def test_a_default_batch_fits_the_layout_of_a_plan(capfd):
-    layout = ["model=llama3_tiny", "parallelism=fsdp", "cluster.ranks=16", "cluster.device=cpu"]
+    layout = words("model=llama3_tiny parallelism=fsdp cluster.ranks=16 cluster.device=cpu")
     planned = compose_job(layout, config_name="plan", schema=VERB.job)
     assert (planned.training.global_batch_size, planned.training.local_batch_size) == (16, 1)
     assert (
@@ -94,7 +90,7 @@ def test_a_default_batch_fits_the_layout_of_a_plan(capfd):
 
 
 def test_the_fullest_rank_is_planned():
-    typed = ["model=llama3_tiny", "cluster=slurm_h100", "parallelism=fsdp", "cluster.ranks=7"]
+    typed = words("model=llama3_tiny cluster=slurm_h100 parallelism=fsdp cluster.ranks=7")
     uneven, even = (
         make_plan(compose_job([*typed, f"training.global_batch_size={size}"]))
         for size in (1024, 1029)
@@ -320,7 +316,7 @@ def table_of(capsys, *typed):
     return lines, json.loads(capsys.readouterr().out)
 
 
-LARGE = ["model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"]
+LARGE = words("model=llama3_8b cluster=slurm_h100 data=synthetic precision=bf16")
 
 
 def test_points_are_compared_in_one_table(capsys):

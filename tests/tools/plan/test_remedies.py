@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from cases import rows
+from cases import rows, words
 
 from harness.compose.composer import compose_job
 from harness.config.cluster import ClusterConfig
@@ -17,15 +17,10 @@ from harness.util.encoding import dumps, loads
 from harness.util.errors import UserError
 
 GIB = 2**30
-JOB = [
-    *(
-        "model=llama3_debug",
-        "model.max_seq_len=2048",
-        "cluster=slurm_h100",
-        "parallelism.dp_shard=4",
-    ),
-    *("training.seq_len=2048", "training.global_batch_size=64"),
-]
+JOB = words("""
+    model=llama3_debug model.max_seq_len=2048 cluster=slurm_h100 parallelism.dp_shard=4
+    training.seq_len=2048 training.global_batch_size=64
+""")
 UNPIPELINED = [*JOB, "model.tied_embeddings=true"]
 """No pipeline is legal, and none imports torch."""
 Limit = Callable[[float], None]

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+from cases import words
+
 from harness.compose.composer import Composed, compose_job, compose_points
 from harness.launch.sweep.folder import Point, Skipped, SweepFolder
 from harness.model.accounting import account
@@ -12,10 +14,10 @@ from harness.util.encoding import dumps
 from harness.util.words import GIB
 
 DEVICE = "NVIDIA H100 80GB HBM3"
-SPACE = [
-    *("name=made", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "cluster.ranks=8"),
-    *("parallelism.dp_shard=-1", "parallelism.tp=1,2,3", "parallelism.pp=1,2"),
-]
+SPACE = words("""
+    name=made data=synthetic tokenizer=bytes cluster.device=cpu cluster.ranks=8
+    parallelism.dp_shard=-1 parallelism.tp=1,2,3 parallelism.pp=1,2
+""")
 
 
 def rate_of(job):

@@ -1,5 +1,7 @@
 """Runs of a comparison: one for each technique and seed; the impossible is skipped with a reason."""
 
+from cases import words
+
 from harness.compose.composer import compose_job
 from harness.tools.study.techniques import ConvergeJob, compose_techniques
 
@@ -31,10 +33,10 @@ def test_runs_are_paired_by_seed():
         assert {seed: run.job.training.seed for seed, run in each.runs.items()} == {1: 1, 7: 7}
         assert all(run.job.training.steps == 50 for run in each.runs.values())
     assert len({run.job.run_dir for each in techniques.values() for run in each.runs.values()}) == 4
-    assert techniques["fsdp"].runs[7].overrides == [
-        *("experiment=convergence/dense", "training.steps=50"),
-        *("parallelism=fsdp", "parallelism.dp_shard=2", "training.seed=7"),
-    ]
+    assert techniques["fsdp"].runs[7].overrides == words("""
+        experiment=convergence/dense training.steps=50 parallelism=fsdp parallelism.dp_shard=2
+        training.seed=7
+    """)
 
 
 def test_experts_have_further_techniques():
