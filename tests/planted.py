@@ -275,22 +275,28 @@ def one_share_in_order():
     def in_order(layout, seq_len, rank):
         return torch.arange(seq_len).chunk(layout.cp)[rank]
 
-    with (
-        patch.object(execute, "local_positions", in_order),
-        patch.object(context, "local_positions", in_order),
-    ):
+    with patch.object(context, "local_positions", in_order):
         yield
 
 
 def gathered_in_order_of_ranks():
     """Gathered keys stay in the order of the ranks, although these have head and tail chunks."""
 
-    def in_order(self, own_BTKD):
-        gather = torch.distributed._functional_collectives.all_gather_single_autograd
-        every = gather(own_BTKD.contiguous(), 0, self.group)
-        return every.unflatten(0, (-1, len(own_BTKD))).transpose(0, 1).flatten(1, 2)
+    def in_order(by_rank, layout, places):
+        return by_rank.transpose(0, 1).flatten(1, 2)
 
-    return patch.object(context.GatheredAttention, "_gathered", in_order)
+    return patch.object(context, "in_order", in_order)
+
+
+def labels_in_reverse():
+    """A rank's labels have another order than its inputs."""
+    original = execute.local_positions_of
+
+    def apart(batch, positions):
+        own = original(batch, positions)
+        return own._replace(labels_BT=own.labels_BT.flip(1))
+
+    return patch.object(execute, "local_positions_of", apart)
 
 
 def tokens_of_every_context_rank():

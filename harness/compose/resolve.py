@@ -347,6 +347,11 @@ def check_attention(job: Job) -> None:
     if backend == "varlen" and job.model.attention.sinks:
         rule = f"flash attention does not support sinks, and model={job.model.name} has them"
         raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
+    across = job.data.attend_across_documents
+    if layout.balances_documents and (across or layout.cp_method != "gather"):
+        rule = "needs parallelism.cp_method=gather and data.attend_across_documents=false"
+        works = "true, or both"
+        raise ConfigError("parallelism.cp_load_balance", layout.cp_load_balance, rule, works)
     if layout.cp > 1 and layout.cp_method == "ring":
         other = "parallelism.cp_method=gather"
         if backend != "sdpa":

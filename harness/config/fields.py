@@ -274,7 +274,7 @@ def check_rules(config: Any, prefix: str = "") -> None:
             null = ["null"] if str(field.type).endswith("None") else []
             # A table that packages extend says so: the job may be that of another machine.
             more = getattr(rule["choices"], "more", [])
-            choices = [*rule["choices"], *null]
+            choices = [*map(as_typed, rule["choices"]), *null]
             if len(choices) > MOST_NAMES:
                 choices = [listed(str(shown), map(str, choices), f"--help {name}")]
             raise ConfigError(name, shown, "no such choice", [*choices, *more])

@@ -6,6 +6,8 @@ import re
 from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
+from harness.util.errors import as_typed
+
 UNSET = "???"
 """The value of a field that must be given."""
 _SWITCHES = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
@@ -149,7 +151,7 @@ def rule_in_words(field: dataclasses.Field[Any]) -> str:
     rule = field.metadata
     if "choices" in rule:
         element = "each " if str(field.type).startswith("list") else ""
-        words = f"{element}one of {', '.join(map(str, rule['choices']))}"
+        words = f"{element}one of {', '.join(map(as_typed, rule['choices']))}"
     elif "written" in rule:
         words = f"a local {rule['written']}"
     elif rule.get("nonempty"):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
+from harness.data.batch import PADDING
 from harness.model.architecture import block_of
 from harness.model.attention import build_attention
 from harness.model.cache import CachedKernel, CachedPass
@@ -248,6 +249,7 @@ class Decoder(ModelPart):
         documents_BT: Tensor | None = None,
         later_BT: Tensor | None = None,
         later_labels_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
         cached: CachedPass | None = None,
         real_B: Tensor | None = None,
     ) -> Tensor:
@@ -263,6 +265,7 @@ class Decoder(ModelPart):
                 rotation depends on the distance of two tokens only.
             later_BT: tokens one position later, for multi-token prediction; None: run without it.
             later_labels_BT: labels of ``later_BT``, if there are labels.
+            positions_BT: positions of x in the sequences, if they are not those of ``set_length``.
             cached: after ``use_cache``: the new tokens of a generation; x has them, [B, T] or [B,
                 1].
             real_B: false for empty rows, which experts leave out; None: all rows are real.
@@ -274,7 +277,7 @@ class Decoder(ModelPart):
         """
         later_BTC = None
         length = self.seq_len
-        if self.tok_embeddings is not None and self._share is None:
+        if self.tok_embeddings is not None and self._share is None and positions_BT is None:
             length = x.shape[1]
         if later_BT is not None:
             # Each table is used once per pass: FSDP gathers it and reduces its gradient at every
@@ -285,10 +288,8 @@ class Decoder(ModelPart):
             x, later_BTC = self.tok_embeddings(torch.cat((x, later_BT))).chunk(2)
         elif self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
-        rope = self.rope
-        positions = self.positions
         blocks = self.blocks
-        tokens_BT = self._tokens(documents_BT, real_B)
+        tokens_BT = self._tokens(documents_BT, real_B, positions_BT)
         inner: list[Any] = [block.attention.inner for block in blocks.values()]
         kernels = {each.spec: each for each in inner}
         if cached is None:
@@ -296,13 +297,16 @@ class Decoder(ModelPart):
                 spec: kernel.mask(Positions(documents_BT, len(x), length, x.device))
                 for spec, kernel in kernels.items()
             }
-            if length < self.seq_len:
-                rope = rope[:, :length]
-                positions = positions[:length]
         else:
-            positions = cached.positions
-            rope = self.rope[:, positions]
+            positions_BT = cached.positions
             masks = {spec: cached.slots_of(kernel) for spec, kernel in kernels.items()}
+        if positions_BT is None:
+            # A full model may have shorter sequences; a rank's share has its own length.
+            positions = self.positions[:length]
+            rope = self.rope[:, :length]
+        else:
+            positions = positions_BT
+            rope = self.rope[:, positions]
         for layer in map(int, self.layers):
             mask = masks[blocks[layer].attention.inner.spec]
             x, load_E = blocks[layer](x, rope, mask, positions, tokens_BT)
@@ -313,8 +317,8 @@ class Decoder(ModelPart):
         if later_BTC is not None:
             assert self.mtp is not None
             layer = self.config.n_layers
-            shared = masks[blocks[layer].attention.inner.spec], self.positions, tokens_BT
-            further_BTC, load_E = self.mtp(stream, later_BTC, self.rope, *shared)
+            shared = masks[blocks[layer].attention.inner.spec], positions, tokens_BT
+            further_BTC, load_E = self.mtp(stream, later_BTC, rope, *shared)
             self._count(layer, load_E)
             x = torch.cat((x, further_BTC))
         if self.output is None:
@@ -326,8 +330,10 @@ class Decoder(ModelPart):
             x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None)
         )
 
-    def _tokens(self, documents_BT: Tensor | None, real_B: Tensor | None) -> Tensor | None:
-        """Whether each position that this rank's routers route has a token; None: all have."""
+    def _tokens(
+        self, documents_BT: Tensor | None, real_B: Tensor | None, positions_BT: Tensor | None
+    ) -> Tensor | None:
+        """Positions that this rank's routers route, negative without a token; None: all have one."""
         routers = [moe.router for moe in self.mixtures.values()]
         if (documents_BT is None and real_B is None) or not routers:
             return None
@@ -335,8 +341,14 @@ class Decoder(ModelPart):
         if documents_BT is None:
             assert real_B is not None
             routed_T = self.positions if positions_T is None else positions_T
-            return real_B.unsqueeze(1).expand(-1, len(routed_T))
-        tokens_BT = documents_BT >= 0
+            return torch.where(real_B.unsqueeze(1), routed_T, PADDING)
+        position_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+        tokens_BT = torch.where(documents_BT >= 0, position_T, PADDING)
+        if positions_BT is not None:
+            tokens_BT = tokens_BT.gather(1, positions_BT)
+            if positions_T is not None:
+                # As if a rank's positions were consecutive: so their numbers among its own.
+                positions_T = positions_T % positions_BT.shape[1]
         return tokens_BT if positions_T is None else tokens_BT.index_select(1, positions_T)
 
     def _count(self, layer: int, load_E: Tensor | None) -> None:

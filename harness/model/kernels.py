@@ -54,7 +54,7 @@ class AttentionSpec:
 
 
 class Positions(NamedTuple):
-    """The keys of a pass. Its queries are the last of them; a mask says which see each other."""
+    """The keys of a pass and its queries, by default the last of them; a mask says who sees whom."""
 
     documents_BT: Tensor | None
     """The document number of each key, equal numbers contiguous; None: a sequence is one document."""
@@ -63,12 +63,37 @@ class Positions(NamedTuple):
     """Number of keys of a sequence."""
     device: torch.device
     first: int = 0
-    """Position of the first query."""
+    """Position of the first query, if they are the last."""
+    own_BT: Tensor | None = None
+    """Positions of the queries, if they are not the last: ``pieces`` of equal length."""
+    pieces: int = 1
+    """Number of runs of consecutive positions in ``own_BT``."""
+
+    def of_queries(self, begin: int, end: int) -> "Positions":
+        """Of some queries only, by their numbers, with the keys that they may see."""
+        if self.own_BT is not None:
+            return self._replace(own_BT=self.own_BT[:, begin:end])
+        length = self.first + end
+        documents_BT = None if self.documents_BT is None else self.documents_BT[:, :length]
+        return self._replace(documents_BT=documents_BT, length=length, first=self.first + begin)
 
     @property
-    def queries(self) -> int:
-        """Number of queries of a sequence."""
-        return self.length - self.first
+    def queries_BT(self) -> Tensor:
+        """Positions of the queries of every sequence."""
+        if self.own_BT is not None:
+            return self.own_BT
+        return torch.arange(self.first, self.length, device=self.device).expand(self.batch, -1)
+
+    def seen(self, span: AttentionSpan) -> Tensor:
+        """Which keys each query sees within ``span``, bool [B or 1, queries, keys]."""
+        own_BT = self.queries_BT
+        if self.documents_BT is None:
+            own_BT = own_BT[:1]
+        seen = sees(span, own_BT.unsqueeze(2), torch.arange(self.length, device=self.device))
+        if self.documents_BT is not None:
+            documents_BT = self.documents_BT.gather(1, own_BT)
+            seen = seen & (documents_BT.unsqueeze(2) == self.documents_BT.unsqueeze(1))
+        return seen
 
 
 ALIGNED = 8
@@ -105,16 +130,12 @@ class SdpaKernel(Kernel):
     """
 
     def mask(self, positions: Positions) -> Tensor | None:
-        documents_BT, _, length, device, first = positions
-        if documents_BT is None and self.spec.is_causal(length) and not self.spec.has_sinks:
+        whole = positions.documents_BT is None
+        if whole and self.spec.is_causal(positions.length) and not self.spec.has_sinks:
             return None
-        position = torch.arange(length, device=device)
-        visible = sees(self.spec.span, position[first:].unsqueeze(1), position).unsqueeze(0)
-        if documents_BT is not None:
-            same = documents_BT[:, first:].unsqueeze(2) == documents_BT.unsqueeze(1)
-            visible = visible & same
         # All positions attend to the sink, the last key.
-        return F.pad(visible, (0, int(self.spec.has_sinks)), value=True).unsqueeze(1)
+        sinks = int(self.spec.has_sinks)
+        return F.pad(positions.seen(self.spec.span), (0, sinks), value=True).unsqueeze(1)
 
     def forward(
         self,
@@ -219,16 +240,17 @@ class FlexKernel(Kernel):
     """
 
     def mask(self, positions: Positions) -> BlockMask:
-        documents_BT, batch, length, device, first = positions
+        documents_BT, batch, length, device, first = positions[:5]
         if documents_BT is None:
             return _block_mask(self.spec.span, length, device, first)
         span = self.spec.span
+        own_BT = positions.queries_BT
 
         def own_past(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            position = q + first
+            position = own_BT[b, q]
             return sees(span, position, k) & (documents_BT[b, position] == documents_BT[b, k])
 
-        sizes = batch, None, positions.queries, length
+        sizes = batch, None, own_BT.shape[1], length
         return _on(device, create_block_mask)(own_past, *sizes, device=device)
 
     def forward(
@@ -258,12 +280,13 @@ class FlexKernel(Kernel):
 class VarlenKernel(Kernel):
     """Flash attention over concatenated documents; CUDA and 16-bit formats only, no sinks."""
 
-    def mask(self, positions: Positions) -> tuple[Tensor, Tensor] | None:
-        """Starts of documents in the flattened queries and in the keys, and their numbers, int32.
+    def mask(self, positions: Positions) -> list[tuple[Tensor, Tensor]] | None:
+        """For each piece, starts of documents in its flattened queries and in the keys, int32.
 
-        Chunks count as documents. A document that ends before the first query has none there.
+        The numbers of queries and keys are last. Chunks count as documents, and so do keys after a
+        piece. A document without queries in a piece has none there.
         """
-        documents_BT, batch, length, device, first = positions
+        documents_BT, batch, length, device = positions[:4]
         chunk = self.spec.span.chunk
         if documents_BT is None and (chunk is None or chunk >= length):
             return None
@@ -275,16 +298,27 @@ class VarlenKernel(Kernel):
             begins_BT[:, ::chunk] = True
         # nonzero() waits for the device to know the number: the only wait in a pass.
         begins = begins_BT.flatten().nonzero().flatten()
-        keys = F.pad(begins, (0, 1), value=documents_BT.numel())
-        queries = keys // length * positions.queries + (keys % length - first).clamp(min=0)
-        return queries.int(), keys.int()
+        starts = F.pad(begins, (0, 1), value=documents_BT.numel())
+        masks = []
+        for own_BT in positions.queries_BT.chunk(positions.pieces, dim=1):
+            queries = own_BT.shape[1]
+            keys = starts
+            if positions.own_BT is not None:
+                # Flash attention aligns the last query of a document with its last key.
+                ends = own_BT[:, -1] + 1 + torch.arange(batch, device=device) * length
+                keys = torch.cat((starts, ends)).sort().values
+            rows = keys // length
+            first = F.pad(own_BT[:, 0], (0, 1))[rows]
+            within = (keys % length - first).clamp(0, queries)
+            masks.append(((rows * queries + within).int(), keys.int()))
+        return masks
 
     def forward(
         self,
         q_BTHD: Tensor,
         k_BTKD: Tensor,
         v_BTKE: Tensor,
-        mask: tuple[Tensor, Tensor] | None,
+        mask: list[tuple[Tensor, Tensor]] | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         # Imported here because it needs flash attention, which not every build of torch has.
@@ -295,24 +329,31 @@ class VarlenKernel(Kernel):
         S = k_BTKD.shape[1]
         if mask is None:
             numbers = torch.arange(B + 1, dtype=torch.int32, device=q_BTHD.device)
-            mask = numbers * T, numbers * S
+            mask = [(numbers * T, numbers * S)]
         width = v_BTKE.shape[-1]
         v_BTKE = widened(v_BTKE, q_BTHD.shape[-1])
-        out = varlen_attn(
-            q_BTHD.flatten(0, 1),
-            k_BTKD.flatten(0, 1),
-            v_BTKE.flatten(0, 1),
-            *mask,
-            # Upper bounds of documents' lengths; the exact maximum would need to wait for the
-            # device.
-            T,
-            S,
-            scale=self.spec.scale,
-            window_size=(-1 if self.spec.span.window is None else self.spec.span.window - 1, 0),
-            enable_gqa=True,
-        )
-        assert isinstance(out, Tensor)
-        return out.unflatten(0, (B, T))[..., :width]
+        k_BTKD, v_BTKE = (x.flatten(0, 1) for x in (k_BTKD, v_BTKE))
+        if len(mask) > 1:
+            # Gradients have the strides of keys and values, and one for each piece exists.
+            k_BTKD, v_BTKE = (x.contiguous() for x in (k_BTKD, v_BTKE))
+        found = [
+            varlen_attn(
+                q.flatten(0, 1),
+                k_BTKD,
+                v_BTKE,
+                *offsets,
+                # Upper bounds of documents' lengths; the exact maximum would need to wait for the
+                # device.
+                q.shape[1],
+                S,
+                scale=self.spec.scale,
+                window_size=(-1 if self.spec.span.window is None else self.spec.span.window - 1, 0),
+                enable_gqa=True,
+            ).unflatten(0, (B, -1))  # type: ignore[union-attr]
+            for q, offsets in zip(q_BTHD.chunk(len(mask), dim=1), mask, strict=True)
+        ]
+        out = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        return out[..., :width]
 
 
 def use_flash(name: str, device: torch.device) -> None:
@@ -351,32 +392,24 @@ def largest_logits(
     spec: AttentionSpec,
     q_BTHD: Tensor,
     k_BSKD: Tensor,
-    documents_BS: Tensor | None,
-    first: int = 0,
+    positions: Positions,
 ) -> Tensor:
     """Return the largest score of each query head, as softmax gets it, float32 [H]; -inf without a pair.
 
-    Products are rounded to the format of queries and keys.
-
-    Args:
-        documents_BS: as of ``Positions``; queries of padding do not count.
-        first: position of the first query, whose positions are contiguous.
+    Products are rounded to the format of queries and keys. Queries of padding do not count.
     """
     B, T, H, _ = q_BTHD.shape
     rows = max(1, LOGITS_AT_ONCE // (B * H * k_BSKD.shape[1]))
     q_BTKGD = q_BTHD.unflatten(2, (k_BSKD.shape[2], -1))
-    position_S = torch.arange(first + T, device=q_BTHD.device)
     largest = []
     for start in range(0, T, rows):
-        begin = first + start
-        end = min(begin + rows, first + T)
-        # No query sees a key after its own position.
-        k_BsKD = k_BSKD[:, :end]
-        logits = torch.einsum("bqkgd,bskd->bkgqs", q_BTKGD[:, start : start + rows], k_BsKD)
-        seen = sees(spec.span, position_S[begin:end].unsqueeze(1), position_S[:end]).unsqueeze(0)
-        if documents_BS is not None:
-            own_BT = documents_BS[:, begin:end].unsqueeze(2)
-            seen = seen & (own_BT == documents_BS[:, :end].unsqueeze(1)) & (own_BT != PADDING)
+        those = positions.of_queries(start, min(start + rows, T))
+        logits = torch.einsum(
+            "bqkgd,bskd->bkgqs", q_BTKGD[:, start : start + rows], k_BSKD[:, : those.length]
+        )
+        seen = those.seen(spec.span)
+        if those.documents_BT is not None:
+            seen = seen & (those.documents_BT != PADDING).unsqueeze(1)
         hidden = ~seen[:, None, None]
         largest.append(logits.masked_fill_(hidden, float("-inf")).amax((0, 3, 4)).flatten())
     return torch.stack(largest).amax(0).float() * spec.scale

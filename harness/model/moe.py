@@ -70,11 +70,16 @@ class Router(nn.Linear):
             x_BTC: normed residual stream.
             balance_bias_E: added to the scores for the choice only, not to the weights
                 (arXiv:2408.15664).
-            tokens_BT: false where a position is padding; None: all are tokens.
+            tokens_BT: positions in the sequence, negative for padding; None: those of
+                ``positions_T``, and all are tokens.
         """
+        places_BT = tokens_BT
+        tokens_BT = None if places_BT is None else places_BT >= 0
         scores_NE, choice_NE = self.score(x_BTC, balance_bias_E, tokens_BT)
         if self.workload is None:
             experts_NK = choice_NE.topk(self.config.top_k, dim=-1, sorted=False).indices
+        elif places_BT is not None:
+            experts_NK = self.workload.choose(places_BT.flatten())
         else:
             positions_T = self.positions_T
             if positions_T is None:
@@ -327,7 +332,7 @@ class MoE(nn.Module):
         """Map the normed residual stream to the update that is added to the stream.
 
         Args:
-            tokens_BT: false where a position is padding, which is not routed; None: all are tokens.
+            tokens_BT: as in ``Router``; padding is not routed.
 
         Returns:
             The update [B, T, C], and the number of tokens per expert, int64 [E], or [E + 1] with

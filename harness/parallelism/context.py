@@ -3,6 +3,9 @@
 Everything else in a decoder works on one position at a time. So each rank selects its positions of
 inputs and labels (once, where a batch enters: ``local_positions_of``) and of the rotation table.
 Attention gets a kernel that exchanges keys and values with the other ranks.
+
+With ``cp_load_balance=documents`` a rank's positions depend on the documents of each row. All ranks
+have all document numbers, and compute the same order from them.
 """
 
 from typing import Any
@@ -22,8 +25,9 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 )
 
 from harness.config.parallelism import ParallelismConfig
-from harness.data.batch import Batch
+from harness.data.batch import PADDING, Batch
 from harness.model.kernels import AttentionSpec, Kernel, Positions, widened
+from harness.model.moe import inverse_of, permute
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 
@@ -33,12 +37,13 @@ from harness.parallelism.mesh import Mesh
 
 def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig) -> None:
     """Make a model part work on this rank's positions, in place."""
-    pieces = []
-    start = 0
-    for length in part.segments:
-        pieces.append(start + local_positions(layout, length, mesh.rank("cp")))
-        start += length
-    part.set_length(part.seq_len, torch.cat(pieces))
+    if not layout.balances_documents:
+        pieces = []
+        start = 0
+        for length in part.segments:
+            pieces.append(start + local_positions(layout, length, mesh.rank("cp")))
+            start += length
+        part.set_length(part.seq_len, torch.cat(pieces))
     group = mesh.group("cp")
     for module in part.kernels:
         if layout.cp_method == "ulysses":
@@ -69,14 +74,95 @@ def local_pieces(layout: ParallelismConfig, seq_len: int, rank: int) -> list[tup
     return [(number * length, number * length + length) for number in numbers]
 
 
-def local_positions_of(batch: Batch, positions_S: Tensor | None) -> Batch:
-    """This rank's positions of a batch; document numbers stay complete, because attention needs them all."""
-    if positions_S is None:
+def fixed_positions(layout: ParallelismConfig, seq_len: int, rank: int) -> Tensor | None:
+    """``local_positions``; None if a rank has all positions, or other ones in each row."""
+    if layout.cp == 1 or layout.balances_documents:
+        return None
+    return local_positions(layout, seq_len, rank)
+
+
+def places_within(documents_BT: Tensor) -> Tensor:
+    """The place of each position within its document, from 0."""
+    position_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = F.pad(documents_BT.diff(dim=1) != 0, (1, 0), value=True)
+    return position_T - (begins_BT * position_T).cummax(1).values
+
+
+def blocks_by_rank(layout: ParallelismConfig, documents_BT: Tensor) -> Tensor:
+    """Numbers of each row's blocks that each rank works on, ascending, int64 [B, ranks, blocks].
+
+    A query's work is its place in its document: windows and chunks are not counted. Blocks are
+    dealt out from the one with most work to the one with least, to the ranks there and back.
+    """
+    B, T = documents_BT.shape
+    ranks = layout.cp
+    each = layout.document_blocks(T)
+    work_BG = places_within(documents_BT).unflatten(1, (ranks * each, -1)).sum(2)
+    # Stable: all ranks deal out equal blocks in the same way.
+    heaviest = work_BG.sort(stable=True, dim=1, descending=True).indices
+    dealt = heaviest.view(B, each, ranks)
+    dealt[:, 1::2] = dealt[:, 1::2].flip(2)
+    return dealt.transpose(1, 2).sort(2).values
+
+
+def positions_by_documents(layout: ParallelismConfig, documents_BT: Tensor, rank: int) -> Tensor:
+    """Positions of each row that a rank works on, in order, [B, S]."""
+    blocks_BN = blocks_by_rank(layout, documents_BT)[:, rank]
+    length = documents_BT.shape[1] // layout.cp // blocks_BN.shape[1]
+    within_L = torch.arange(length, device=documents_BT.device)
+    return (blocks_BN.unsqueeze(2) * length + within_L).flatten(1)
+
+
+class Share:
+    """Selects the positions of batches that a rank works on."""
+
+    def __init__(
+        self, layout: ParallelismConfig, seq_len: int, rank: int, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        fixed_S = fixed_positions(layout, seq_len, rank)
+        self.fixed_S = None if fixed_S is None else fixed_S.to(device)
+
+    def positions(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """Positions in a batch, [S] or [B, S], None for all; and the batch with document numbers if
+        they depend on them.
+        """
+        if not self.layout.balances_documents:
+            return batch, self.fixed_S
+        documents_BT = batch.documents_BT
+        if documents_BT is None:
+            documents_BT = torch.zeros_like(batch.inputs_BT)
+            if batch.real_B is not None:
+                documents_BT = documents_BT.masked_fill(~batch.real_B.unsqueeze(1), PADDING)
+        positions_BS = positions_by_documents(self.layout, documents_BT, self.rank)
+        return batch._replace(documents_BT=documents_BT), positions_BS
+
+
+def local_positions_of(batch: Batch, positions: Tensor | None) -> Batch:
+    """This rank's positions of a batch, [S] or [B, S].
+
+    Document numbers stay complete, because attention needs them all.
+    """
+    if positions is None:
         return batch
+    index_BS = positions.expand(len(batch.inputs_BT), -1)
     return batch._replace(
-        inputs_BT=batch.inputs_BT.index_select(1, positions_S),
-        labels_BT=batch.labels_BT.index_select(1, positions_S),
+        inputs_BT=batch.inputs_BT.gather(1, index_BS),
+        labels_BT=batch.labels_BT.gather(1, index_BS),
     )
+
+
+def queries_of(layout: ParallelismConfig, positions: Positions, rank: int) -> list[Positions]:
+    """A rank's queries, in parts that a kernel computes at once, with the keys that they see."""
+    documents_BT = positions.documents_BT
+    if not layout.balances_documents:
+        pieces = local_pieces(layout, positions.length, rank)
+        return [positions.of_queries(*piece) for piece in pieces]
+    assert documents_BT is not None, "the order of documents needs their numbers"
+    own_BS = positions_by_documents(layout, documents_BT, rank)
+    blocks = layout.document_blocks(positions.length)
+    return [positions._replace(own_BT=own_BS, pieces=blocks)]
 
 
 class RingAttention(Kernel):
@@ -168,15 +254,11 @@ class GatheredAttention(Kernel):
         self.group = group
         self.layout = layout
 
-    def mask(self, positions: Positions) -> tuple[Any | None, ...]:
-        """The mask of each of this rank's pieces of the sequence."""
-        masks = []
-        for begin, end in self._pieces(positions.length):
-            documents = positions.documents_BT
-            documents = None if documents is None else documents[:, :end]
-            piece = positions._replace(documents_BT=documents, length=end, first=begin)
-            masks.append(self.inner.mask(piece))
-        return tuple(masks)
+    def mask(self, positions: Positions) -> Any:
+        """The mask of each part of this rank's queries, and ``places_of`` the documents."""
+        parts = queries_of(self.layout, positions, self.group.rank())
+        masks = [self.inner.mask(each) for each in parts]
+        return masks, places_of(self.layout, positions.documents_BT)
 
     def forward(
         self,
@@ -187,33 +269,58 @@ class GatheredAttention(Kernel):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         widths = [k_BTKD.shape[-1], v_BTKE.shape[-1]]
-        k, v = self._gathered(torch.cat((k_BTKD, v_BTKE), dim=-1)).split(widths, dim=-1)
-        pieces = self._pieces(k.shape[1])
-        queries = q_BTHD.chunk(len(pieces), dim=1)
-        found = [
+        masks, places = mask
+        own_BTKD = torch.cat((k_BTKD, v_BTKE), dim=-1).contiguous()
+        # Since torch 2.13; older ones are refused (mesh.py).
+        gather = _functional_collectives.all_gather_single_autograd
+        every = gather(own_BTKD, 0, self.group).unflatten(0, (-1, len(own_BTKD)))
+        k, v = in_order(every, self.layout, places).split(widths, dim=-1)
+        ends = [k.shape[1]]
+        if not self.layout.balances_documents:
             # No query of a piece sees a key after its end.
+            pieces = local_pieces(self.layout, k.shape[1], self.group.rank())
+            ends = [end for _, end in pieces]
+        queries = q_BTHD.chunk(len(masks), dim=1)
+        found = [
             self.inner(q, k[:, :end], v[:, :end], own, sinks_H)
-            for q, own, (_, end) in zip(queries, mask, pieces, strict=True)
+            for q, own, end in zip(queries, masks, ends, strict=True)
         ]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
-    def _pieces(self, length: int) -> list[tuple[int, int]]:
-        return local_pieces(self.layout, length, self.group.rank())
 
-    def _gathered(self, own_BTKD: Tensor) -> Tensor:
-        """The whole sequence, in its order."""
-        # Since torch 2.13; older ones are refused (mesh.py).
-        gather = _functional_collectives.all_gather_single_autograd
-        every = gather(own_BTKD.contiguous(), 0, self.group)
-        return in_order(every.unflatten(0, (-1, len(own_BTKD))), self.layout)
+def in_order(
+    by_rank: Tensor, layout: ParallelismConfig, places: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Put all ranks' positions [ranks, B, T, ...] into the sequence's order: [B, ranks * T, ...].
 
-
-def in_order(by_rank: Tensor, layout: ParallelismConfig) -> Tensor:
-    """Put the positions of all ranks [ranks, B, T, ...] into the sequence's order: [B, ranks * T, ...]."""
+    Args:
+        places: ``places_of`` the documents, if the order depends on them.
+    """
+    if places is not None:
+        ranks, B, T = by_rank.shape[:3]
+        blocks = by_rank.reshape(places[0].shape[0], -1)
+        return permute(blocks, *places).view(B, ranks * T, *by_rank.shape[3:])
     if layout.balances_context:
         heads, tails = by_rank.chunk(2, dim=2)
         by_rank = torch.cat((heads, tails.flip(0)))
     return by_rank.transpose(0, 1).flatten(1, 2)
+
+
+def places_of(
+    layout: ParallelismConfig, documents_BT: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Where all rows' blocks are among those of all ranks [ranks, B, blocks], and the inverse.
+
+    None if the order does not depend on documents.
+    """
+    if documents_BT is None or not layout.balances_documents:
+        return None
+    blocks_BRN = blocks_by_rank(layout, documents_BT)
+    B, ranks, each = blocks_BRN.shape
+    rows = torch.arange(B, device=documents_BT.device)[:, None, None]
+    # From the order of ranks to that of the sequence.
+    inverse = (rows * ranks * each + blocks_BRN).transpose(0, 1).flatten()
+    return inverse_of(inverse), inverse
 
 
 # Ring attention as one custom operator. torch implements causal ring attention in

@@ -10,7 +10,7 @@ from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.data.batch import IGNORE_INDEX, Batch
 from harness.model.part import ModelPart
-from harness.parallelism.context import local_positions, local_positions_of
+from harness.parallelism.context import Share, fixed_positions, local_positions_of
 from harness.parallelism.expert import routed_positions
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import TokenLoss
@@ -58,12 +58,10 @@ def build_executor(
 ) -> Executor:
     """Return the executor for the job's layout."""
     layout = job.parallelism
-    positions = None
-    if layout.cp > 1:
-        positions = local_positions(layout, job.training.seq_len, mesh.rank("cp")).to(device)
+    share = Share(layout, job.training.seq_len, mesh.rank("cp"), device)
     if layout.pp > 1:
-        return PipelineExecutor(job, mesh, parts, loss, device, positions)
-    return DirectExecutor(job, parts[0], loss, positions)
+        return PipelineExecutor(job, mesh, parts, loss, device, share)
+    return DirectExecutor(job, parts[0], loss, share)
 
 
 def set_length(
@@ -71,9 +69,7 @@ def set_length(
 ) -> None:
     """Make model parts compute sequences of ``length`` tokens; an executor for that length runs them."""
     for part in parts:
-        part.set_length(
-            length, local_positions(layout, length, mesh.rank("cp")) if layout.cp > 1 else None
-        )
+        part.set_length(length, fixed_positions(layout, length, mesh.rank("cp")))
         for moe in part.mixtures.values():
             if moe.router.positions_T is not None:
                 ranks = mesh.rank("cp"), mesh.rank("tp")
@@ -96,34 +92,34 @@ def shift_by_one(batch: Batch) -> Batch:
     return Batch(inputs_BT, labels_BT)
 
 
-def _keywords(batch: Batch) -> dict[str, Tensor]:
-    """What every part of the model gets of a batch."""
+def _keywords(batch: Batch, positions: Tensor | None) -> dict[str, Tensor]:
+    """What every part of the model gets of a batch, and its positions, if rows have others."""
     names = ("documents_BT", "real_B")
-    return {name: found for name in names if (found := getattr(batch, name)) is not None}
+    keywords = {name: found for name in names if (found := getattr(batch, name)) is not None}
+    if positions is not None and positions.dim() == 2:
+        keywords["positions_BT"] = positions
+    return keywords
 
 
 class DirectExecutor:
     """Executor without a pipeline: every rank (or tensor-parallel group) runs the full model."""
 
-    def __init__(
-        self, job: Job, part: ModelPart, loss: TokenLoss, positions: Tensor | None
-    ) -> None:
+    def __init__(self, job: Job, part: ModelPart, loss: TokenLoss, share: Share) -> None:
         self.layout = job.parallelism
         self.part = part
         self.loss = loss
         self.in_head = job.training.loss_in_head
-        self.positions = positions
+        self.share = share
         self.mtp = job.model.mtp
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
-        later = self._later(batch)
-        batch = local_positions_of(batch, self.positions)
+        given = self._split(batch, self.mtp.depth > 0)
         with self.loss.context():
             # Modules have phases of their own in these two; the rest is the loss.
             with annotated("forward.head"):
-                losses = total = self._losses(batch, later)
-                if later is not None:
+                losses = total = self._losses(*given)
+                if self.mtp.depth:
                     total = losses[0] + self.mtp.loss_weight * losses[1]
             with annotated("backward.head"):
                 total.backward()
@@ -132,23 +128,27 @@ class DirectExecutor:
     @torch.no_grad()
     def forward(self, batch: Batch, *, further: bool = False) -> Tensor:
         """As in ``Executor``; with ``further``, multi-token prediction is computed too."""
-        later = self._later(batch) if further else None
+        further = further and self.mtp.depth > 0
+        given = self._split(batch, further)
         with self.loss.context():
-            losses = self._losses(local_positions_of(batch, self.positions), later)
-        return losses if later is None else losses[0]
+            losses = self._losses(*given)
+        return losses[0] if further else losses
 
     def score(self, batch: Batch) -> Tensor:
         with self.loss.scoring():
             return self.forward(batch)
 
-    def _later(self, batch: Batch) -> Batch | None:
+    def _split(self, batch: Batch, further: bool) -> tuple[Batch, Batch | None, dict[str, Tensor]]:
+        """This rank's share of a batch, with ``further`` one position later too, and keywords."""
+        batch, positions = self.share.positions(batch)
         # Shifted before the sequence is split: the next position may be another rank's.
-        return local_positions_of(shift_by_one(batch), self.positions) if self.mtp.depth else None
+        later = local_positions_of(shift_by_one(batch), positions) if further else None
+        batch = local_positions_of(batch, positions)
+        return batch, later, _keywords(batch, positions)
 
-    def _losses(self, batch: Batch, later: Batch | None) -> Tensor:
+    def _losses(self, batch: Batch, later: Batch | None, keywords: dict[str, Tensor]) -> Tensor:
         """The loss, a scalar; with ``later`` both losses of multi-token prediction, [2]."""
         inputs_BT, labels_BT = batch[:2]
-        keywords = _keywords(batch)
         if self.in_head:
             keywords["labels_BT"] = labels_BT
             if later is not None:
@@ -172,11 +172,11 @@ class PipelineExecutor:
         parts: Sequence[ModelPart],
         loss: TokenLoss,
         device: torch.device,
-        positions: Tensor | None,
+        share: Share,
     ) -> None:
         self.loss = loss
         self.device = device
-        self.positions = positions
+        self.share = share
         self.schedule = build_schedule(job, mesh, parts, loss, device)
         self.holds_first = any(part.tok_embeddings is not None for part in parts)
         self.holds_last = any(part.output is not None for part in parts)
@@ -202,13 +202,14 @@ class PipelineExecutor:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def _run(self, run, batch: Batch) -> list[Tensor]:  # type: ignore[no-untyped-def]
-        batch = local_positions_of(batch, self.positions)
+        batch, positions = self.share.positions(batch)
+        batch = local_positions_of(batch, positions)
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None
         losses: list[Tensor] | None = [] if self.holds_last else None
         # Keywords are passed to every stage of this rank, split into microbatches; only the head
         # uses labels.
-        keywords = _keywords(batch)
+        keywords = _keywords(batch, positions)
         if self.in_head and self.holds_last:
             keywords["labels_BT"] = batch.labels_BT
         with self.loss.context(), annotated("pp.wait"):

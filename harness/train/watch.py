@@ -20,7 +20,7 @@ from harness.model.kernels import Kernel, Positions, largest_logits
 from harness.model.moe import Router
 from harness.model.part import ModelPart
 from harness.parallelism.compile import uncompiled
-from harness.parallelism.context import in_order, local_pieces
+from harness.parallelism.context import in_order, places_of, queries_of
 from harness.parallelism.mesh import Mesh
 
 # B: batch, T: queries of this rank, S: keys of the full sequence, H: query heads, K: key heads, D: head
@@ -45,7 +45,7 @@ class Watch:
         self._layout = job.parallelism
         self._mesh = mesh
         # Those of the running pass.
-        self._documents_BT: Tensor | None = None
+        self._positions: Positions
         self._real_B: Tensor | None = None
         self.sums = torch.zeros(5, 1 + layers, dtype=torch.float64, device=device)
         self.largest = torch.zeros(1 + layers, device=device)
@@ -103,24 +103,25 @@ class Watch:
         entropy_N = torch.special.entr(shares_NE).sum(-1)
         counted_N = torch.ones_like(entropy_N)
         if tokens_BT is not None:
-            counted_N = tokens_BT.flatten().double()
+            counted_N = (tokens_BT >= 0).flatten().double()
         self.sums[3, place] += (entropy_N * counted_N).sum()
         self.sums[4, place] += counted_N.sum()
 
     def _mask(self, mask: Callable[[Positions], Any], positions: Positions) -> Any | None:
-        self._documents_BT = positions.documents_BT
-        if self._documents_BT is None and self._real_B is not None:
+        self._positions = positions
+        if positions.documents_BT is None and self._real_B is not None:
             # Empty rows are documents of padding.
             documents_B = torch.where(self._real_B, 0, PADDING)
-            self._documents_BT = documents_B.unsqueeze(1).expand(-1, positions.length)
+            documents_BT = documents_B.unsqueeze(1).expand(-1, positions.length)
+            self._positions = positions._replace(documents_BT=documents_BT)
         return mask(positions)
 
     def _attend(self, layer: int, kernel: Kernel, inputs: tuple[Any, ...]) -> None:
         q_BTHD, k_BTKD, *_ = inputs
         k_BSKD = self._of_all_ranks(k_BTKD)
-        pieces = local_pieces(self._layout, k_BSKD.shape[1], self._mesh.rank("cp"))
-        for q, (begin, _) in zip(q_BTHD.chunk(len(pieces), dim=1), pieces, strict=True):
-            found_H = largest_logits(kernel.spec, q, k_BSKD, self._documents_BT, begin)
+        parts = queries_of(self._layout, self._positions, self._mesh.rank("cp"))
+        for q, own in zip(q_BTHD.chunk(len(parts), dim=1), parts, strict=True):
+            found_H = largest_logits(kernel.spec, q, k_BSKD, own)
             # Tensor-parallel ranks have the heads in order.
             first = self._mesh.rank("tp") * len(found_H)
             own_H = self.max_logits[layer, first : first + len(found_H)]
@@ -135,4 +136,5 @@ class Watch:
         by_rank = [torch.empty_like(k_BTKD) for _ in range(ranks)]
         # torch 2.11 has it too.
         dist.all_gather(by_rank, k_BTKD, self._mesh.group("cp"))
-        return in_order(torch.stack(by_rank), self._layout)
+        places = places_of(self._layout, self._positions.documents_BT)
+        return in_order(torch.stack(by_rank), self._layout, places)

@@ -106,7 +106,7 @@ def test_varlen_knows_where_documents_begin():
         "chunk": (None, [0, 5, 10, 12, 17, 22, 24]),
     }
     for name, (documents, wanted) in begins.items():
-        queries, keys = VarlenKernel(REACHES[name]).mask(
+        [(queries, keys)] = VarlenKernel(REACHES[name]).mask(
             Positions(documents, B, T, DOCUMENTS.device)
         )
         assert queries.tolist() == keys.tolist() == wanted

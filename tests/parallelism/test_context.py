@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from harness.config.model import AttentionSpan
 from harness.config.parallelism import ParallelismConfig
+from harness.data.batch import Batch
 from harness.model.kernels import (
     AttentionSpec,
     FlexKernel,
@@ -20,8 +21,10 @@ from harness.model.kernels import (
 from harness.parallelism.context import (
     GatheredAttention,
     RingAttention,
+    Share,
     UlyssesAttention,
     local_positions,
+    queries_of,
 )
 from harness.parallelism.mesh import context_groups
 
@@ -33,6 +36,7 @@ LAYOUTS = {
     "ulysses": ParallelismConfig(cp=2, cp_method="ulysses"),
     "gather": ParallelismConfig(cp=2, cp_method="gather"),
     "gather_unbalanced": ParallelismConfig(cp=2, cp_method="gather", cp_load_balance=False),
+    "documents": ParallelismConfig(cp=2, cp_method="gather", cp_load_balance="documents"),
 }
 
 # Not the default scale of kernels.
@@ -87,15 +91,22 @@ def difference(layout, seed, compiled, dtype, spec=REACH, documents=None):
     tensors = [torch.randn(B, T, heads, D, generator=generator).to(dtype) for heads in (H, K, K)]
     weights = torch.randn(B, T, H, D, generator=generator).to(dtype)
     sinks = torch.randn(H, generator=generator) if spec.has_sinks else None
-    expected = run(plain, tensors, weights, plain.mask(Positions(documents, B, T, CPU)), sinks)
-    positions = local_positions(layout, T, dist.get_rank())
-    local = [x[:, positions] for x in tensors]
-    mask = kernel.mask(Positions(documents, B, T, CPU))
+    tokens = torch.zeros(B, T, dtype=torch.int64)
+    share = Share(layout, T, dist.get_rank(), CPU)
+    batch, positions = share.positions(Batch(tokens, tokens, documents))
+    every = Positions(batch.documents_BT, B, T, CPU)
+    expected = run(plain, tensors, weights, plain.mask(every), sinks)
+
+    def own(x):
+        return x.take_along_dim(positions.expand(B, -1)[:, :, None, None], 1)
+
+    local = [own(x) for x in tensors]
+    mask = kernel.mask(every)
     if compiled:
         torch._dynamo.reset()
         kernel = torch.compile(kernel, backend="aot_eager", fullgraph=True)
-    found = run(kernel, local, weights[:, positions], mask, sinks)
-    wanted = [each[:, positions].float() for each in expected]
+    found = run(kernel, local, own(weights), mask, sinks)
+    wanted = [own(each).float() for each in expected]
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
 
 
@@ -121,7 +132,7 @@ def test_attention_over_split_sequences(pool, name, cp):
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("spec", LOCAL.values(), ids=LOCAL)
-@pytest.mark.parametrize("name", ["gather", "gather_unbalanced"])
+@pytest.mark.parametrize("name", ["gather", "gather_unbalanced", "documents"])
 def test_any_mask_over_three_ranks(pool, name, spec, documents):
     """Three divide neither the query nor the key heads."""
     layout = ParallelismConfig(**{**vars(LAYOUTS[name]), "cp": 3})
@@ -141,37 +152,45 @@ def flash(q, k, v, spec):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("documents", [DOCUMENTS, None], ids=["documents", "whole"])
 @pytest.mark.parametrize("span", [AttentionSpan(), AttentionSpan(window=5), AttentionSpan(chunk=7)])
-def test_masks_of_last_queries(span, documents):
-    """Masks of queries 8 to 19 are those of all 20: for sdpa, flex, and flash attention over documents."""
-    first, length = 8, 20
+def test_masks_of_some_queries(span, documents):
+    """Of the last, and of each rank's blocks: for sdpa, flex, and flash attention over documents."""
     spec = AttentionSpec(span, 0.3)
-    if documents is not None:
-        documents = documents[:, :length]
-    q, k, v = (torch.randn(B, length, heads, D) for heads in (H, H, H))
+    q, k, v = (torch.randn(B, T, heads, D) for heads in (H, H, H))
     whole = SdpaKernel(spec)
-    expected = whole(q, k, v, whole.mask(Positions(documents, B, length, CPU)))[:, first:]
-    last = q[:, first:]
-    for kernel in (whole, FlexKernel(spec)):
-        found = kernel(last, k, v, kernel.mask(Positions(documents, B, length, CPU, first)))
-        torch.testing.assert_close(found, expected)
-    offsets = VarlenKernel(spec).mask(Positions(documents, B, length, CPU, first))
-    if offsets is None:
+    every = Positions(documents, B, T, CPU)
+    expected = whole(q, k, v, whole.mask(every))
+    parts = [every._replace(first=8)]
+    for rank in range(2 if documents is not None else 0):
+        parts += queries_of(LAYOUTS["documents"], every, rank)
+    for own in parts:
+        index = own.queries_BT[:, :, None, None]
+        some, wanted = (each.take_along_dim(index, 1) for each in (q, expected))
+        for kernel in (whole, FlexKernel(spec)):
+            torch.testing.assert_close(kernel(some, k, v, kernel.mask(own)), wanted)
         rows = torch.arange(B + 1)
-        offsets = rows * (length - first), rows * length
-    queries, keys = (pairwise(each.tolist()) for each in offsets)
-    pieces = [
-        flash(
-            last.flatten(0, 1)[slice(*own)],
-            k.flatten(0, 1)[slice(*seen)],
-            v.flatten(0, 1)[slice(*seen)],
-            spec,
-        )
-        for own, seen in zip(queries, keys, strict=True)
-    ]
-    torch.testing.assert_close(torch.cat(pieces).unflatten(0, (B, -1)), expected)
+        offsets = VarlenKernel(spec).mask(own) or [(rows * some.shape[1], rows * T)]
+        torch.testing.assert_close(varlen(some, k, v, offsets, spec), wanted)
 
 
-@pytest.mark.parametrize("name", ["allgather", "alltoall", "ulysses", "gather"])
+def varlen(q, k, v, masks, spec):
+    """Attention by ``flash`` of every document of every piece."""
+    found = []
+    for piece, offsets in zip(q.chunk(len(masks), dim=1), masks, strict=True):
+        queries, keys = (pairwise(each.tolist()) for each in offsets)
+        own = [
+            flash(
+                piece.flatten(0, 1)[slice(*some)],
+                k.flatten(0, 1)[slice(*seen)],
+                v.flatten(0, 1)[slice(*seen)],
+                spec,
+            )
+            for some, seen in zip(queries, keys, strict=True)
+        ]
+        found.append(torch.cat(own).unflatten(0, (B, -1)))
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("name", ["allgather", "alltoall", "ulysses", "gather", "documents"])
 def test_compiled_in_one_graph(pool, name):
     for found in pool.run(2, difference, LAYOUTS[name], 2, True, torch.float32):
         assert max(found) < 1e-6

@@ -32,7 +32,7 @@ from harness.model.decoder import Decoder
 from harness.model.moe import Routing
 from harness.model.spec import BALANCE_BIAS
 from harness.optimizer.build import EMA
-from harness.parallelism.context import local_positions
+from harness.parallelism.context import local_positions, positions_by_documents
 from harness.precision.swap import plain
 from harness.tools.parity.formats import lowest_format
 from harness.train.engine import Engine
@@ -68,6 +68,7 @@ class Record:
             rank's outputs of modules, numbers of tokens and losses, full gradients, its shares of
             the squared norm, the norm, and ``results_of`` the update.
         rows: this rank's rows of the global batch.
+        documents_BT: document numbers of these, if there are any.
     """
 
     values: dict[str, Any]
@@ -75,6 +76,7 @@ class Record:
     segments: tuple[int, ...]
     cp_rank: int
     tp_rank: int
+    documents_BT: Tensor | None
 
 
 def start(job_json: str) -> tuple[Engine, Loader]:
@@ -252,6 +254,7 @@ def record(job_json: str, step: int) -> Record:
         engine.parts[0].segments,
         engine.mesh.rank("cp"),
         engine.mesh.rank("tp"),
+        getattr(batch, "documents_BT", None),
     )
 
 
@@ -338,13 +341,19 @@ def _part(whole: Tensor, own: Tensor, holder: Record, layout: ParallelismConfig)
         pieces = []
         start = 0
         for segment in lengths:
-            pieces.append(start + local_positions(layout, segment, holder.cp_rank))
+            piece_S = local_positions(layout, segment, holder.cp_rank)
+            pieces.append(start + piece_S.unsqueeze(0))
             start += segment
-        if own.shape[1] < len(torch.cat(pieces)):
-            pieces = [_share(piece, 0, layout.tp, holder.tp_rank) for piece in pieces]
+        if layout.balances_documents:
+            assert holder.documents_BT is not None
+            pieces = [positions_by_documents(layout, holder.documents_BT, holder.cp_rank)]
+        if own.shape[1] < torch.cat(pieces, 1).shape[1]:
+            pieces = [_share(piece, 1, layout.tp, holder.tp_rank) for piece in pieces]
         elif layout.uses_sequence_parallel and len(pieces) > 1:
             return whole[:0]  # gathered segment by segment, or rank by rank
-        whole = whole[:, torch.cat(pieces)]
+        index_BS = torch.cat(pieces, 1)
+        others = [1] * (whole.dim() - 2)
+        whole = whole.take_along_dim(index_BS.view(*index_BS.shape, *others), 1)
     for dim in range(columns, whole.dim()):
         if own.shape[dim] != whole.shape[dim]:
             whole = _share(whole, dim, layout.tp, holder.tp_rank)

@@ -113,7 +113,7 @@ def _sample_fields(
     if degrees["cp"] > 1:
         one("parallelism.cp_method", *CP_METHODS)
         one("parallelism.cp_rotate_method", *CP_ROTATE_METHODS)
-        one("parallelism.cp_load_balance", True, True, False)
+        one("parallelism.cp_load_balance", True, True, False, "documents")
     if degrees["tp"] > 1:
         one("parallelism.sequence_parallel", True, True, False)
         one("parallelism.loss_parallel", True, True, False)

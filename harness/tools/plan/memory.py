@@ -147,7 +147,10 @@ class RankStep:
         # The batch of all passes; cosines and sines of this rank's positions, float32, one table
         # per stage.
         rows = job.accumulation_steps * job.local_batch_size
-        length = job.training.seq_len / job.parallelism.cp
+        layout = job.parallelism
+        length = job.training.seq_len / layout.cp
+        if layout.balances_documents:
+            length += job.training.seq_len  # of all positions, and of those of a pass
         buffers = held.buffer_bytes + len(self.stages) * 4 * length * job.model.rotated_width
         # The stages' receive buffers, for all microbatches (PipelineStage, args_recv_info).
         boundaries = sum(stage.boundary for index, stage in self.stages.items() if index > 0)

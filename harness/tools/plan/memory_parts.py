@@ -139,7 +139,7 @@ class ActivationBytes(Memo):
         for each in declared.kept:
             ranks = job.parallelism.cp if each.name in GATHERED else 1
             kept.append(replace(each, width=each.width * ranks))
-        if job.parallelism.balances_context:
+        if job.parallelism.balances_context or self._by_block:
             # Attention of each piece saves its own result.
             attended = job.model.n_heads * job.model.value_width
             kept.append(SavedTensor("attended by piece", attended, INNER))
@@ -149,14 +149,23 @@ class ActivationBytes(Memo):
         ]
         return replace(declared, kept=tuple(kept), products=tuple(products))
 
+    @property
+    def _by_block(self) -> bool:
+        """Whether attention is computed block by block (``VarlenKernel``)."""
+        job = self.job
+        return job.parallelism.balances_documents and job.training.attention == "varlen"
+
     def _gathered_gradients(self) -> float:
-        """Bytes of gradients of gathered keys and values: of both pieces of queries, and their sum."""
+        """Bytes of gradients of gathered keys and values: of all pieces of queries, and their sum."""
         model = self.job.model
         layout = self.job.parallelism
         if not layout.gathers_keys:
             return 0.0
         both = model.n_kv_heads * (model.head_width + model.value_width)
-        values = GATHERED_GRADIENTS * layout.cp * both
+        gradients = GATHERED_GRADIENTS
+        if self._by_block:
+            gradients = layout.document_blocks(self.job.training.seq_len) + 1
+        values = gradients * layout.cp * both
         return self.tokens * values * self.sizes["compute"] / self.degree[INNER]
 
     def _ring(self) -> float:

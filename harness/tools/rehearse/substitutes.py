@@ -241,16 +241,17 @@ def _known(asked: Any, known: Any, *arguments: Any) -> Any:
 _asked_mask = VarlenKernel.mask
 
 
-def _mask(kernel: VarlenKernel, positions: Positions) -> tuple[Tensor, Tensor] | None:
+def _mask(kernel: VarlenKernel, positions: Positions) -> list[tuple[Tensor, Tensor]] | None:
     """Return offsets of documents (or chunks): as many as in training, but all zero."""
-    if _asked_mask(kernel, positions) is None:
+    asked = _asked_mask(kernel, positions)
+    if asked is None:
         return None
     pieces = DOCUMENTS if positions.documents_BT is not None else 1
     if kernel.spec.span.chunk is not None:
         pieces = max(pieces, -(-positions.length // kernel.spec.span.chunk))
     begins = torch.empty(positions.batch * pieces, dtype=torch.int64, device=positions.device)
     offsets = F.pad(begins, (0, 1)).int()
-    return offsets, offsets
+    return [(offsets, offsets)] * len(asked)
 
 
 _prepare = PipelineStage._prepare_forward_infra

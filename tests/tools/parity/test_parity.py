@@ -63,6 +63,10 @@ MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
 Z_LOSS, ROUTER_Z_LOSS = "training.z_loss=1", "model.moe.z_loss_coeff=10"
 # Below every largest logit of the small models.
 QK_CLIP = "optimizer.qk_clip=0.02"
+BY_DOCUMENTS = (
+    "data=python_stdlib data.paths=['{stdlib}/json/*.py'] data.validation_fraction=0 model.vocab_size=258 "
+    "data.attend_across_documents=false parallelism.cp_load_balance=documents"
+)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,13 @@ QK_CLIP = "optimizer.qk_clip=0.02"
         ("fsdp_tp", BFLOAT16),
         ("cp_ulysses", BFLOAT16),
         ("fsdp_compiled", LATENTS),
+        ("tp_cp_gather", f"{BY_DOCUMENTS} {MIXTURE} model.moe.aux_loss_coeff=1"),
+        ("pp_cp_gather_zbv", f"{BY_DOCUMENTS} parallelism.pp_microbatch_size=2"),
+        (
+            "cp_gather_compiled_recompute_op",
+            f"{BY_DOCUMENTS} parallelism.cp=3 training.seq_len=96 training.local_batch_size=4",
+        ),
+        ("cp4_gather", f"{BY_DOCUMENTS} {QK_CLIP} model=deepseek_v3_debug model.mtp.depth=1"),
         # After ten steps gradients differ by 1.3e-4: a running mean has moved to the next code.
         ("pp_zbv", EIGHT_BIT),
     ],
@@ -207,6 +218,13 @@ PLANTED = [
     (planted.own_positions_from_zero, "cp", "", "output of layers.0.attention.inner"),
     (planted.one_share_in_order, "cp", "", "output of tok_embeddings"),
     (planted.gathered_in_order_of_ranks, "cp_gather", "", "output of layers.0.attention.inner"),
+    (
+        planted.gathered_in_order_of_ranks,
+        "cp_gather",
+        BY_DOCUMENTS,
+        "output of layers.0.attention.inner",
+    ),
+    (planted.labels_in_reverse, "cp_gather", BY_DOCUMENTS, "loss,"),
     (planted.tokens_of_every_context_rank, "fsdp_cp", "", "number of tokens"),
     (planted.loss_of_one_context_rank, "cp", "", "loss,"),
     (planted.normalizer_of_own_vocabulary, "tp_plain_chunked_loss", "", "loss,"),
