@@ -299,7 +299,20 @@ def losses(palette: Palette) -> Figure:
     with ``name=whole``, and with ``name=chain``: stopped by SIGTERM after steps 32 and 62, each time typed
     again with the next layout.
     """
-    with (FOLDER / "losses.csv").open() as file:
+    labels = {"single": "one rank", "fsdp_tp": "FSDP 2 x TP 2", "fsdp": "FSDP 4"}
+    return curves(palette, "losses.csv", labels, "never stopped")
+
+
+def lost_ranks(palette: Palette) -> Figure:
+    """A run that lost two ranks, on the curve of a run that did not: docs/tutorials/lose_ranks.md, with
+    ``metrics.log_interval=1``. lost_ranks.csv has the layout that each step counts of."""
+    labels = {"4": "4 ranks", "3": "3 ranks", "2": "2 ranks"}
+    return curves(palette, "lost_ranks.csv", labels, "no rank lost")
+
+
+def curves(palette: Palette, name: str, labels: dict[str, str], about: str) -> Figure:
+    """The losses of two runs, one of which changes its layout twice."""
+    with (FOLDER / name).open() as file:
         rows = list(csv.DictReader(file))
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     with plt.rc_context(dict.fromkeys(ink, palette.text)):
@@ -312,10 +325,8 @@ def losses(palette: Palette) -> Figure:
             linewidth=4,
             alpha=0.45,
         )
-        axes.annotate("never stopped", (6, 7.3), (12, 7.6), color=palette.soft)
-        kinds = {"single": "blue", "fsdp_tp": "orange", "fsdp": "green"}
-        labels = {"single": "one rank", "fsdp_tp": "FSDP 2 x TP 2", "fsdp": "FSDP 4"}
-        for layout, kind in kinds.items():
+        axes.annotate(about, (6, 7.3), (12, 7.6), color=palette.soft)
+        for layout, kind in zip(labels, ("blue", "orange", "green"), strict=True):
             part = [row for row in rows if row["layout"] == layout]
             x = [int(row["step"]) for row in part]
             colour = palette.boxes[kind][1]
@@ -332,7 +343,14 @@ def losses(palette: Palette) -> Figure:
     return figure
 
 
-PICTURES = {"flow": flow, "mesh": mesh, "floors": floors, "plan": plan, "losses": losses}
+PICTURES = {
+    "flow": flow,
+    "mesh": mesh,
+    "floors": floors,
+    "plan": plan,
+    "losses": losses,
+    "lost_ranks": lost_ranks,
+}
 
 
 def main() -> None:
