@@ -1,10 +1,8 @@
 """Errors to plant on ranks, each in one function; ``docs/silent_errors.md`` has their origins."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -35,8 +33,6 @@ from harness.parallelism import (
 from harness.parallelism.balance import Balance
 from harness.train import engine, probe, tensor_norms, watch
 from harness.train.engine import Engine
-
-Plant = Callable[[], AbstractContextManager[Any]]
 
 
 def run_planted(plant, function, *arguments):

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import rows
-from local_runs import Run, failed, flip, start
+from local_runs import failed, flip, start
 from one_line import one_line
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -26,7 +25,6 @@ from harness.train.engine import Engine
 from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_USER, ConfigError, UserError
 from harness.weights import detect
 
-Finished = Callable[..., Run]
 EVERY_2, EVERY_4 = "checkpoint.interval=2", "checkpoint.interval=4"
 WHOLE = "checkpoint.initial_load_model_only=false"
 PLAIN = "metrics.console=plain"

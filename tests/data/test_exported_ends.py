@@ -28,9 +28,6 @@ SAID: dict[str, Any] = {
 }
 
 
-Content = dict[str, Any]
-
-
 def export(folder, origin, model=MODEL):
     """Write a model with the tokenizer of a chat repository; return config.json and the one of generation."""
     file = write_tokenizer(

@@ -8,13 +8,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cases import rows
 from jobs import tiny
-from launching import LONG, PATIENCE, TWO_RANKS, Launch
+from launching import LONG, PATIENCE, TWO_RANKS
 from one_line import one_line
 from processes import python, until
 
@@ -38,7 +37,6 @@ from harness.util.errors import (
     MachineError,
 )
 
-Start = Callable[..., Launch]
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 
 

@@ -23,7 +23,6 @@ from harness.optimizer.elementwise import Lion, RoundedAdamW
 from harness.optimizer.muon import Muon, orthogonalize
 from harness.optimizer.settings import exchanges, kinds_of, tensor_settings
 
-Optimizers = list[torch.optim.Optimizer]
 NORMS = {
     "norm.weight",
     *(f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attention_norm", "ffn_norm")),

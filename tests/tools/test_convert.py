@@ -45,7 +45,6 @@ PARAMS = json.loads(
 )
 FOUND = WeightFolder("hf", "", {})
 Weights = dict[str, Tensor]
-Capture = pytest.CaptureFixture[str]
 
 
 def transformer(model):

@@ -9,8 +9,6 @@ from harness.compose.verb import guarded
 from harness.tools import doctor
 from harness.util.errors import EXIT_OK, EXIT_USER
 
-Capture = pytest.CaptureFixture[str]
-
 
 def rows(capsys, *arguments):
     """The exit code, and by check: what was found, the verdict and the advice."""

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from jobs import tiny
@@ -17,7 +16,6 @@ from harness.run.folder import RunFolder
 from harness.tools.verify import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
-Capture = pytest.CaptureFixture[str]
 MANIFEST = {"step": 4, "holds": "model", "state": {}, "options": {}}
 
 

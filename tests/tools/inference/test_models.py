@@ -1,9 +1,7 @@
 """Greedy text and scores equal transformers': every family, with and without a cache, on several ranks."""
 
 import copy
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +37,6 @@ LAYOUTS = {
 }
 FAMILIES = ["llama", "qwen2", "mistral_wide", "mixtral_window", "qwen3", "qwen3_moe", "deepseek_v2"]
 FAMILIES += ["deepseek_v3", "gpt_oss", "llama4"]
-Saved = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")

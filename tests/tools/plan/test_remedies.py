@@ -1,7 +1,6 @@
 """What would make a job fit: legal changes, planned as typed, and no larger than needed."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ JOB = words("""
 """)
 UNPIPELINED = [*JOB, "model.tied_embeddings=true"]
 """No pipeline is legal, and none imports torch."""
-Limit = Callable[[float], None]
 
 
 @pytest.fixture

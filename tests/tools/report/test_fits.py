@@ -3,7 +3,6 @@
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from harness.util.errors import UserError
 
 # The refit of Chinchilla's data, arXiv:2404.10102, table 1.
 TRUTH = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
-Data = tuple[Any, Any]
 
 
 def chinchilla(seed, count, noise):
@@ -142,7 +140,6 @@ def test_what_parabolas_do_not_determine_is_said():
     assert fit_frontier(flops[:3], sizes[:3], losses[:3]) is None
 
 
-Row = dict[str, Any]
 JOB = [
     "model=llama3_8b",
     "data=synthetic",

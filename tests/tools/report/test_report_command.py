@@ -3,9 +3,6 @@
 import csv
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from made import DEVICE, make_sweep, plan_of, rate_of, result
@@ -16,10 +13,6 @@ from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.report.predictions import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.verb import VERB
 from harness.util.encoding import flatten
-
-ROOT = Path(__file__).parents[3]
-LLAMA = ROOT / "experiments" / "llama3_h100"
-Put = Callable[[Any], None]
 
 
 def run(monkeypatch, *arguments):
