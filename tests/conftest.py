@@ -131,7 +131,7 @@ def _offline(monkeypatch):
 
 def pytest_terminal_summary(terminalreporter):
     """Print the duration of the slowest groups."""
-    seconds: Counter[str] = Counter()
+    seconds = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):

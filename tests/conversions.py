@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.compose.composer import compose_job
 from harness.tools.convert import ConvertJob, convert
@@ -62,7 +61,7 @@ def consolidated(weights, files, by_rows=True):
     """
     rows = ["wq", "wk", "wv", "w1", "w3", "output"] + ["tok_embeddings"] * by_rows
     columns = ["wo", "w2"] + ["tok_embeddings"] * (not by_rows)
-    shards: list[dict[str, Tensor]] = [{"rope.freqs": torch.ones(4)} for _ in range(files)]
+    shards = [{"rope.freqs": torch.ones(4)} for _ in range(files)]
     for name, weight in weights.items():
         module = name.split(".")[-2]
         dim = 0 if module in rows else 1 if module in columns else None

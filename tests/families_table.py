@@ -6,9 +6,7 @@
 
 import functools
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -35,9 +33,7 @@ from harness.parallelism.materialize import materialize
 from harness.weights.huggingface import write_huggingface
 
 MODELS = Path(__file__).parents[1] / "conf" / "model"
-RELEASED_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parent / "released_configs.yaml").read_text()
-)
+RELEASED_CONFIGS = yaml.safe_load((Path(__file__).parent / "released_configs.yaml").read_text())
 SEQ_LEN = 48  # longer than the windows and chunks of the rows
 
 
@@ -182,7 +178,7 @@ def close(a, b, tolerance=1e-5, name="tensor"):
     )
 
 
-CHOICES: dict[str, Iterable[str]] = {
+CHOICES = {
     "block": ("pre_norm", "of_a_package"),
     "architecture": ARCHITECTURES,
     "activation": ACTIVATIONS,

@@ -38,7 +38,7 @@ def without_a_loss():
 
 def check_witness(run_dir):
     """Check the rows and the loss of each step, and that the weights loaded are those that were saved."""
-    rows: dict[int, list[int]] = {}
+    rows = {}
     saved = {}
     for attempt in sorted({path.name[0] for path in (run_dir / "witness").iterdir()}):
         notes = []

@@ -9,7 +9,7 @@ class Held:
     def __init__(self, tensors):
         self.held = tensors
         self.tensors = {name: TensorFacts(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        self.reads: list[str] = []
+        self.reads = []
 
     def read(self, name):
         self.reads.append(name)

@@ -2,7 +2,6 @@
 
 import tempfile
 from functools import cache
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -10,21 +9,20 @@ from harness.compose.paths import conf_dir
 from harness.tools.parity import parity
 from harness.tools.parity.parity import (
     ParityConfig,
-    Trace,
     compare,
     compose_layouts,
     single_process,
     trace,
 )
 
-CONF: Any = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))
-MATRIX: dict[str, str] = CONF["parity"]["matrix"]
-EXPERT_MATRIX: dict[str, str] = CONF["parity"]["expert_matrix"]
+CONF = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))
+MATRIX = CONF["parity"]["matrix"]
+EXPERT_MATRIX = CONF["parity"]["expert_matrix"]
 # `make parity` runs ten. An error of scale or placement shows in the first step, one of state in the second.
 STEPS = 2
 TOLERANCES = parity.TOLERANCES["float32"]
 
-_references: dict[tuple[str, int], Trace] = {}
+_references = {}
 
 
 @cache

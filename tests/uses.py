@@ -35,7 +35,7 @@ def uses(item):
 def _starts_process(code):
     """Whether functions start processes; the rows of a table have the same."""
     todo = list(code)
-    seen: set[int] = set()
+    seen = set()
     while todo:
         value = todo.pop()
         if _full_name(value) in STARTERS:

@@ -44,6 +44,6 @@ class _Numbers(TorchFunctionMode):
 @contextmanager
 def waits():
     """List the operations for which the host waits, in order. Reading a meta tensor's value raises anyway."""
-    found: list[str] = []
+    found = []
     with _Numbers(found), _Operations(found):
         yield found

@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,13 @@ def train(job_json, run_dir, stop_after=None):
     torch.manual_seed(0)
     engine = Engine(job, torch.device("cpu"))
     trainer = Trainer(job, folder, engine, None, time.monotonic())
-    losses: dict[int, float] = {}
-    norms: dict[int, float] = {}
-    batches: dict[int, str] = {}
-    messages: list[str] = []
+    losses = {}
+    norms = {}
+    batches = {}
+    messages = []
     trainer._message = messages.append
     trainer.saver.say = messages.append
-    passes: Callable[..., Any] = engine.gradients
+    passes = engine.gradients
 
     def gradients(batch, *, stop_requested=False, **others):
         step = trainer.progress.step + 1

@@ -6,9 +6,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,7 +76,7 @@ def flip_the_step(step):
 CODE = "is not trusted: it names 'posix.mkdir', which no checkpoint needs; no code of it was run"
 CHECKSUM_OF = r"__0_0\.distcp: bytes \d+ to \d+ do not have the.* checksum .*\(found by rank 0\)"
 UNFINISHED = r"it was not finished: there is no manifest\.json"
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGES = {
     "data cut": (
         lambda step: cut(step / "__0_0.distcp"),
         r"__0_0.distcp has \d+ bytes instead of \d+",

@@ -28,7 +28,7 @@ from harness.weights.detect import find_source
 
 REMOVED = object()
 # Replacements for a value.
-WRONG: dict[str, Any] = {
+WRONG = {
     "removed": REMOVED,
     "null": None,
     "text": "text",

@@ -7,7 +7,6 @@ import pytest
 from jobs import tiny
 
 from harness.compose.composer import Composer, compose_job, compose_points
-from harness.config.model import ModelConfig
 from harness.model.accounting import account
 from harness.model.scale import count
 
@@ -80,7 +79,7 @@ def test_sizes_of_a_family_keep_its_proportions():
 
 def model_of_70b(composer):
     """Resize the 8B model to the size of the 70B one."""
-    model: ModelConfig = composer.job([*BIG, "model=llama3_8b", "scale.parameters=68.5B"]).model
+    model = composer.job([*BIG, "model=llama3_8b", "scale.parameters=68.5B"]).model
     return model
 
 

@@ -55,7 +55,7 @@ def unresolved(**layout):
     for name, value in layout.items():
         part = next(part for part in ("parallelism", "training", "cluster") if name in made[part])
         made[part][name] = value
-    read: Job = from_dict(Job, made)
+    read = from_dict(Job, made)
     return read
 
 

@@ -102,7 +102,7 @@ PREFIXES = (
 
 def read_texts(text):
     """Read a part of ``secrets.txt``, whose head describes it."""
-    found: list[tuple[str, object]] = []
+    found = []
     for mark, secret in (("<SECRET>", SECRET), ("<WORD>", WORD), ("<KEY>", "ABCD" * 4)):
         text = text.replace(mark, secret)
     for line in text.splitlines():

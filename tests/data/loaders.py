@@ -5,7 +5,6 @@ import hashlib
 import json
 from itertools import accumulate, count, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ BYTES = build_tokenizer(TokenizerConfig("bytes"))
 BOS, EOS = 256, 257
 T, B = 16, 8
 # (last step, size) of batches, and of sequences. In the last case steps of 8 tokens end inside a sample.
-CHANGES: dict[str, Any] = yaml.safe_load("""
+CHANGES = yaml.safe_load("""
 none: [[], []]
 batch: [[[3, 4], [7, 2]], []]
 length: [[], [[2, 4], [5, 8]]]
@@ -31,8 +30,6 @@ both: [[[3, 4], [7, 2]], [[2, 4], [5, 8]]]
 inside a sample: [[[3, 2]], [[1, 4], [6, 8]]]
 """)
 WEIGHTS = {"code": 0.2, "math": 0.1, "web": 0.7}
-Sample = tuple[list[int], list[int], list[int]]
-"""Inputs, labels and document numbers."""
 
 
 def loader(data, rows=None, *, tokenizer=BYTES, **settings):
@@ -136,7 +133,7 @@ def permutation(purpose, seed, number, length):
     """The numbers that numpy keeps for all its versions (NEP 19)."""
     digest = hashlib.sha256(f"{purpose}/{seed}/{number}".encode()).digest()
     words = np.random.SeedSequence(int.from_bytes(digest, "little"))
-    order: list[int] = np.random.RandomState(np.random.MT19937(words)).permutation(length).tolist()
+    order = np.random.RandomState(np.random.MT19937(words)).permutation(length).tolist()
     return order
 
 

@@ -6,7 +6,6 @@ import gzip
 import json
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -31,8 +30,6 @@ from harness.data.tokenizer import build_tokenizer
 from harness.launch.inputs import require_vocabulary
 from harness.util.errors import DataError
 
-Messages = list[dict[str, Any]]
-
 
 def user(text):
     return {"role": "user", "content": text}
@@ -47,7 +44,7 @@ FINE = assistant("Fine. <|im_end|> ok")
 THOUGHT = assistant("<think>\ny\n</think>\n\nB")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é<"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds 'a' & \"b\" <i>"}}
-CONVERSATIONS: dict[str, tuple[Messages, list[Any] | None]] = {
+CONVERSATIONS = {
     "one": ([user("Hi é ☃!"), assistant("Hello 😀!")], None),
     "two": ([user("Hi"), assistant(" Hello\n"), user("How  are\n you?"), FINE], None),
     "system": ([{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Hello")], None),

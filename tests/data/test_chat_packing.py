@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from equal import assert_equal
-from loaders import BYTES, EOS, B, Sample, loader, permutation, ranks_of, resumed, steps
+from loaders import BYTES, EOS, B, loader, permutation, ranks_of, resumed, steps
 from one_line import one_line
 
 from harness.config.data import DataConfig
@@ -64,7 +64,7 @@ def packed(config, epochs, split="train"):
     shuffles = config.shuffle and split == "train"
     if shuffles:
         usable = [usable[i] for i in permutation("conversations", 3, 0, len(usable))]
-    bins: list[list[tuple[list[int], list[bool]]]] = []
+    bins = []
     for one in usable:
         fits = [b for b in bins if sum(len(t) - 1 for t, _ in b) + len(one[0]) - 1 <= T]
         if not fits:
@@ -72,7 +72,7 @@ def packed(config, epochs, split="train"):
         (fits or bins[-1:])[0].append(one)
     rows = []
     for content in bins:
-        row: Sample = ([], [], [])
+        row = ([], [], [])
         for number, (tokens, written) in enumerate(content):
             row[0].extend(tokens[:-1])
             row[1].extend(

@@ -1,7 +1,6 @@
 """What an export says beside the geometry: transformers stops where a turn or a document ends."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from harness.weights.huggingface import write_huggingface
 DOCUMENT, TURN = 1000, 1002  # <|endoftext|> and <|im_end|>
 CHAT = DataConfig(kind="chat", chat_template="chatml")
 MODEL = changed("qwen3_debug", vocab_size=1016, tied_embeddings=False)
-SAID: dict[str, Any] = {
+SAID = {
     "pad_token_id": 1000,
     "bos_token_id": 1001,
     "attention_dropout": 0.0,

@@ -62,7 +62,7 @@ def write_corpus():
 def expected(documents, config):
     """Tokens and starts of each split, by a plain loop."""
     tokenizer = build_tokenizer(config)
-    found: dict[str, tuple[list[int], list[int]]] = {"train": ([], []), "validation": ([], [])}
+    found = {"train": ([], []), "validation": ([], [])}
     for number, text in enumerate(documents):
         tokens, starts = found["validation" if is_held_out(number, HELD_OUT) else "train"]
         if text:

@@ -19,7 +19,7 @@ import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from declared import VERBS
@@ -87,7 +87,7 @@ def serving():
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "fuzzing")))
     environment = {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         tempfile.TemporaryDirectory() as runs,
         subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as process,

@@ -42,8 +42,8 @@ class Study:
 
     def __init__(self, runs_dir):
         self.runs_dir, self.folder = runs_dir, runs_dir / "s"
-        self.started: list[str] = []
-        self.interrupt_at: int | None = None
+        self.started = []
+        self.interrupt_at = None
 
     def __call__(self, *overrides):
         fixed = ("training.global_batch_size=4", f"runs_dir={self.runs_dir}", "name=s")

@@ -3,7 +3,6 @@
 import math
 import struct
 import threading
-from typing import Any
 
 import pytest
 from cases import rows
@@ -19,7 +18,7 @@ from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun, wandb_mode
 from harness.util.errors import ConfigError
 
-JOB: dict[str, Any] = {
+JOB = {
     "tags": ["tp2"],
     "model": {"name": "tiny", "dims": [1, 2]},
     "cluster": {"env": {"A*B": "x" * 7000}},

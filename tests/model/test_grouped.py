@@ -3,7 +3,6 @@
 import pytest
 import torch
 from equal import assert_equal
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.model import grouped
@@ -38,7 +37,7 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._grouped_mm.default:

@@ -1,7 +1,6 @@
 """Settings and updates of every kind of optimizer: against formulas, torch's optimizers, and by hand."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def trained(build, steps=5):
 
 
 # Fields, whether the table is tied, and what does not decay; None: nothing does.
-DECAYS: list[tuple[dict[str, Any], bool, set[str] | None]] = [
+DECAYS = [
     ({}, False, NORMS),
     ({"state_dtype": "bfloat16"}, False, NORMS),
     ({"groups": [{"match": "norm", "weight_decay": 0.5}]}, False, set()),

@@ -20,8 +20,8 @@ class Ledger(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live, self.peak = 0, 0
-        self.calls: Counter[str] = Counter()
-        self._known: set[int] = set()
+        self.calls = Counter()
+        self._known = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # Storages that existed before (parameters, inputs) and views of them are not counted.

@@ -1,6 +1,5 @@
 """What a layout could change, on the layouts that split it, against one process."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,7 +50,7 @@ def in_many_rounds(job_json, steps, resume_in=None):
         return parity.trace(job_json, steps, resume_in)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "muon": {"steps": 3},
     "muon_experts": {"steps": 3, "run": in_many_rounds},
 }

@@ -6,7 +6,6 @@ does not, so an order that deadlocks with NCCL works on CPUs.
 
 import random
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.pipeline import read_csv_schedule
 from harness.util.errors import ConfigError
-
-Operation = tuple[str, int]
-"""``send`` or ``receive``, and the other rank."""
 
 
 def unfinished(ranks):
@@ -51,7 +47,7 @@ def exchanged(job_json):
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     batch = batches_of(job, engine.rows).next()
-    found: list[list[Operation]] = []
+    found = []
     original = schedules._batch_p2p
 
     def recorded(operations, *args, **kwargs):
@@ -109,9 +105,9 @@ def lowered(rows):
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv
 
     ranks = {int(cell[0]): rank for rank, row in enumerate(rows) for cell in row}
-    actions: Any = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     added = _add_send_recv(actions, ranks.__getitem__, len(ranks))
-    batches: list[list[list[Operation]]] = []
+    batches = []
     for rank in range(len(rows)):
         names = [(each.stage_index, each.computation_type.name) for each in added[rank]]
         moves = [

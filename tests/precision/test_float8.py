@@ -18,7 +18,7 @@ from harness.model.moe import Experts
 from harness.precision.grouped import build_grouped_product
 from harness.precision.linears import GROUPED_CAPABILITY
 from harness.precision.swap import swap_linears
-from harness.tools.parity.parity import Trace, compare, trace
+from harness.tools.parity.parity import compare, trace
 from harness.util.errors import UserError
 
 RECIPES = [*FLOAT8, "mxfp8"]
@@ -40,7 +40,7 @@ def job_of(*overrides):
     return tiny(*SMALL, *dense, *overrides)
 
 
-_traces: dict[str, Trace] = {}
+_traces = {}
 
 
 def alone(pool, *overrides):
@@ -71,7 +71,7 @@ def gloo_that_sends_float8():
     from harness.parallelism import parallelize
 
     op = torch.ops._c10d_functional.all_gather_into_tensor.default
-    sent: set[torch.dtype] = set()
+    sent = set()
     chosen, dispatch = parallelize.gathers_float8, Float8TrainingTensor.__torch_dispatch__
 
     def as_on_cuda(precision, layout, device):

@@ -90,7 +90,7 @@ class Scheduler:
         self.folder = folder
         # Stored, because a test that runs meanwhile may put its own commands first in $PATH.
         self._path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons = {}
 
     def __enter__(self):
         try:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from jobs import random_batch, tiny
-from torch import Tensor
 
 from harness.train import graphed
 from harness.train.engine import Engine
@@ -27,7 +26,7 @@ class StandIn:
 
     def __init__(self, function, pool, stream):
         self.function = function
-        self.inputs: list[Tensor | None] = []
+        self.inputs = []
 
     def __call__(self, *values):
         if not self.inputs:

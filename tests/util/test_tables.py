@@ -77,8 +77,8 @@ class Tags(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.links: list[str | None] = []
+        self.open = []
+        self.links = []
         self.feed(text)
         assert self.open == []
 

@@ -76,7 +76,7 @@ def test_a_path_that_is_not_read_is_refused(tmp_path):
 
 
 DEBUG = ("llama4_debug", "qwen3_moe_debug", "deepseek_v3_debug", "gpt_oss_debug")
-WRONG: list[object] = [
+WRONG = [
     None,
     "x",
     "",

@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from test_families import from_theirs, require_parts
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.config.model import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import is_buffer
 from harness.util.errors import UserError
@@ -80,8 +77,7 @@ def power_of_two(scales):
 
 
 FP8 = {"quant_method": "fp8"}
-Stored = tuple[ModelConfig, tuple[int, int], dict[str, Any], Callable[[Tensor], Tensor]]
-FORMS: dict[str, Stored] = {
+FORMS = {
     # Partial blocks, and the block of multi-token prediction; routers are not quantized.
     "deepseek": (WITH_MTP, PARTIAL, {**FP8, "weight_block_size": list(PARTIAL)}, Tensor.float),
     "e8m0": (LLAMA, PARTIAL, {**FP8, "weight_block_size": list(PARTIAL)}, power_of_two),
@@ -154,8 +150,7 @@ E = "model.layers.0.mlp.experts.down_proj"
 B = f"{E}_blocks"
 C = f"{E}_scales"
 # What takes the place of tensors (None: they are gone), and what the refusal says.
-Damages = list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], str]]
-DAMAGED: Damages = [
+DAMAGED = [
     (lambda t: {S: None}, f"{A} has F8_E4M3 values, and its scales {S} are missing"),
     (lambda t: {A: None}, f"{S} has scales of {A}, which is missing"),
     (lambda t: {A: t[A].bfloat16()}, f"{S} has scales of {A}, which is BF16"),
@@ -167,7 +162,7 @@ DAMAGED: Damages = [
     ),
     (lambda t: {S: t[S] / 0}, f"{S} has a scale that is NaN or infinite"),
 ]
-DAMAGED_MXFP4: Damages = [
+DAMAGED_MXFP4 = [
     (lambda t: {C: None}, f"{C} is missing, and {B} needs it"),
     (lambda t: {B: None}, f"{B} is missing, and {C} needs it"),
     (lambda t: {E: torch.ones(1)}, f"{E} is stored twice, also as {E}_"),

@@ -2,7 +2,6 @@
 
 import copy
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +165,7 @@ def test_scores(case, saved):
 )
 def test_ranks(verb, case, layout, saved, pool):
     folder, theirs = saved(case)
-    options: tuple[Any, ...] = (greedy_job, prompts, generated, require_greedy)
+    options = (greedy_job, prompts, generated, require_greedy)
     if verb == "evaluate":
         options = (scoring_job, rows, scored, require_scores)
     compose, make, on_rank, require = options

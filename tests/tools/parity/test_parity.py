@@ -15,7 +15,6 @@ from harness.tools.parity.parity import (
     LayoutComparer,
     ParityConfig,
     ParityJob,
-    Trace,
     compare,
     compose_layouts,
     trace,
@@ -166,7 +165,7 @@ def test_reference_learns_and_masks_unevenly(pool):
 
 # -- planted errors: each must be found on the ranks, and its place ----
 
-references: dict[str, Trace] = {}
+references = {}
 RECOMPUTED = "activation_checkpoint=full"
 FURTHER = f"{DEEPSEEK} model.mtp.depth=1"
 HEAD_NORMS = "model=qwen3_debug"

@@ -8,7 +8,6 @@ import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cases import rows, words
@@ -81,7 +80,7 @@ def test_a_calibration_is_a_file(tmp_path):
 def test_a_wrong_value_of_a_calibration_is_named(tmp_path, key, value, error):
     plain = dataclasses.asdict(Calibration(Constants(), source="here"))
     *parts, name = key.split(".")
-    inner: dict[str, Any] = functools.reduce(operator.getitem, parts, plain)
+    inner = functools.reduce(operator.getitem, parts, plain)
     inner[name] = value
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps(plain))

@@ -28,7 +28,7 @@ def test_the_tables_are_those_of_the_committed_rows():
     rows = held_rows.read()
     assert held_rows.evidence(rows, held_rows.SPEED) == EVIDENCE["throughput"]
     assert held_rows.evidence(rows, held_rows.MEMORY) == EVIDENCE["memory"]
-    printed: dict[str, object] = {}
+    printed = {}
     exec(held_out.bands(rows), {"Resolution": Resolution}, printed)
     assert printed == {"EVIDENCE": EVIDENCE, "RESOLUTION": RESOLUTION}
     assert held_rows.resolution(rows) == RESOLUTION

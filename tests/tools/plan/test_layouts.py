@@ -6,7 +6,6 @@ from cases import words
 from harness.compose.composer import Composer, compose_job
 from harness.compose.resolve import resolve
 from harness.config.fields import with_value
-from harness.config.job import Job
 from harness.launch.layouts import prepare, read_layouts
 from harness.tools.parity.parity import ParityJob
 from harness.tools.parity.random_jobs import random_job
@@ -85,7 +84,7 @@ def test_a_model_too_large_for_fewer_nodes_has_a_reason():
 
 
 def test_layouts_are_kept_in_the_run_folder(tmp_path):
-    job: Job = compose_job(
+    job = compose_job(
         ["parallelism=fsdp", "parallelism.dp_shard=4", "cluster.min_nodes=1", CONTINUE]
     )
     prepare(job, tmp_path)

@@ -30,7 +30,7 @@ def plan_of(*, timeline, limit=10 * GIB):
 
 
 def test_memory_and_timeline(tmp_path, monkeypatch):
-    figures: list[Figure] = []
+    figures = []
     savefig = Figure.savefig
     keep = lambda figure, *typed, **more: figures.append(figure) or savefig(figure, *typed, **more)  # noqa: E731
     monkeypatch.setattr(Figure, "savefig", keep)

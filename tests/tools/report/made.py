@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from cases import words
 
-from harness.compose.composer import Composed, compose_job, compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.launch.sweep.folder import Point, Skipped, SweepFolder
 from harness.model.accounting import account
 from harness.run.result import write_result
@@ -80,7 +80,7 @@ def leave(job, overrides, row):
 def make_sweep(runs, space=SPACE, failing=None):
     """Write a sweep in which every valid point completed or failed; return its folder."""
     points = compose_points([*space, f"runs_dir={runs}"])
-    legal: list[Composed] = [each for each in points if each.job is not None]
+    legal = [each for each in points if each.job is not None]
     for each in legal:
         row = result(each.job, rate_of(each.job))
         if failing is not None and failing(each.job):

@@ -29,7 +29,7 @@ def test_a_sweep(
     capsys,
     plan_with,
 ):
-    seen: list[str | None] = []
+    seen = []
 
     def make_plan(job, calibration):
         assert calibration is None
@@ -81,7 +81,7 @@ def test_a_calibration_beside_the_rows_applies(tmp_path, plan_with):
     here, other = Calibration(Constants(), source="here"), Calibration(Constants(), source="other")
     here.write(str(tmp_path / CALIBRATION))
     other.write(str(tmp_path / "other.json"))
-    used: list[Calibration | None] = []
+    used = []
 
     def make_plan(job, calibration):
         used.append(calibration)

@@ -5,7 +5,6 @@ import functools
 import json
 import sys
 import time
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -36,7 +35,7 @@ class Sweep:
     written: ClassVar[dict[str, dict[str, bytes]]] = {}
 
     def __init__(self):
-        self.ran: list[Path] = []
+        self.ran = []
         self.stops_after, self.code = 100, EXIT_INTERRUPTED
 
     def __call__(self, points):

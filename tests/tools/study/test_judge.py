@@ -17,7 +17,6 @@ from harness.tools.study.judge import (
     UNDECIDED,
     WORSE,
     Curves,
-    Losses,
     differences,
     estimate,
     judge,
@@ -34,7 +33,7 @@ EXPERIMENTS, TECHNIQUES, SEEDS = 60, 8, 3
 
 def truth(steps):
     """A loss that falls from 7 to 2.3: quickly at first, then by a power of the step."""
-    curve: Losses = 2 + 4 * np.exp(-steps / 12) + 0.8 * (1 + steps / 20) ** -0.5
+    curve = 2 + 4 * np.exp(-steps / 12) + 0.8 * (1 + steps / 20) ** -0.5
     return curve
 
 
@@ -72,7 +71,7 @@ def verdict(control, curves, *, same=False):
 def rates(**differences):
     """Return the share of each verdict."""
     random = np.random.default_rng(0)
-    words: Counter[str] = Counter()
+    words = Counter()
     for _ in range(EXPERIMENTS):
         control, techniques = experiment(random, **differences)
         words.update(verdict(control, curves)[0] for curves in techniques.values())
