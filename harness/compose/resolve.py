@@ -16,7 +16,13 @@ from harness.config.job import Job
 from harness.config.optimizer import EIGHT_BIT
 from harness.config.texts import validate_texts
 from harness.config.training import BACKENDS, ScaleConfig
-from harness.model.architecture import architecture_of, resolve_model
+from harness.model.architecture import (
+    architecture_of,
+    context_methods,
+    limit_of_ring,
+    resolve_model,
+    with_context_method,
+)
 from harness.model.decoder_architecture import DecoderArchitecture
 from harness.model.spec import tensors
 from harness.train.objective import objective_of
@@ -86,7 +92,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
         optimizer=job.optimizer.resolve(job.precision.master_dtype, job.precision.param_dtype),
         schedule=job.schedule.resolve(),
     )
-    job = with_length(job)
+    job = with_context_method(with_length(job))
     _check_parts(job)
     on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
     check_gpu_options(job, on_cpu=on_cpu)
@@ -347,32 +353,21 @@ def check_attention(job: Job) -> None:
     if backend == "varlen" and job.model.attention.sinks:
         rule = f"flash attention does not support sinks, and model={job.model.name} has them"
         raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
+    if layout.cp == 1:
+        return
     across = job.data.attend_across_documents
     if layout.balances_documents and (across or layout.cp_method != "gather"):
         rule = "needs parallelism.cp_method=gather and data.attend_across_documents=false"
         works = "true, or both"
         raise ConfigError("parallelism.cp_load_balance", layout.cp_load_balance, rule, works)
-    if layout.cp > 1 and layout.cp_method == "ring":
-        other = "parallelism.cp_method=gather"
-        if backend != "sdpa":
-            rule = f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own"
-            raise ConfigError("training.attention", backend, rule, f"sdpa, or {other}")
-        length = job.training.seq_len
-        spans = [job.model.span(layer) for layer in range(job.model.num_blocks)]
-        is_local = any(span.most_reach(length) < length for span in spans)
-        if is_local or job.model.attention.sinks:
-            option = "window" if job.model.attention.window else "chunk"
-            if not is_local:
-                option = "sinks"
-            rule = (
-                f"its kernels support the causal mask only, and model={job.model.name} has "
-                f"model.attention.{option}"
-            )
-            raise ConfigError("parallelism.cp_method", "ring", rule, ["gather", "ulysses"])
-        if not job.data.attend_across_documents:
-            rule = f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only"
-            works = ("" if _has_conversations(job.kinds_of_data) else "true, or ") + other
-            raise ConfigError("data.attend_across_documents", False, rule, works)
+    limit = limit_of_ring(job)
+    if layout.cp_method == "ring" and limit is not None:
+        rule = f"its kernels support the causal mask of sdpa only, and this job has {limit}"
+        raise ConfigError("parallelism.cp_method", "ring", rule, context_methods(job))
+    allowed = architecture_of(job.model).context_methods
+    if layout.cp_method not in allowed:
+        rule = f"is not possible with model.architecture={job.model.architecture}"
+        raise ConfigError("parallelism.cp_method", layout.cp_method, rule, allowed)
 
 
 def _has_conversations(kinds: set[str]) -> bool:

@@ -120,6 +120,8 @@ class Rule(TypedDict, total=False):
     id_omits_default: bool
     """For fields added since jobs were published: the default is not part of a job's id, which so
     stays."""
+    id_of_null: str
+    """What stands for null in a job's id: the default of jobs that were published before null was."""
 
 
 def _field(
@@ -173,6 +175,8 @@ def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
     covered = []
     for name, field, value in leaf_fields(config):
         is_omitted = field.metadata.get("id_omits_default") and value == default_of(field)
+        if value is None:
+            value = field.metadata.get("id_of_null")
         if field.metadata["role"] in roles and not is_omitted:
             covered.append((name, value))
         for removed in REMOVED_AFTER.get(_of_any_source(name), ()):

@@ -75,10 +75,11 @@ class ParallelismConfig:
     of its rows (tokens of a microbatch x top_k / ep). 1.25: room for a quarter more than an even share. The
     host then never waits for their number. A step with more rows ends the run, and its update is not
     applied; no row is dropped. null: as many rows as there are."""
-    cp_method: str = execution("ring", choices=CP_METHODS, needs=CONTEXT)
+    cp_method: str | None = execution(None, choices=CP_METHODS, needs=CONTEXT, id_of_null="ring")
     """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889; causal attention only), ``ulysses``
     (positions are exchanged for heads, arXiv:2309.14509; cp divides the key heads) or ``gather`` (each rank
-    takes all keys and values, arXiv:2407.21783; any mask and any cp, and the memory of all of them)."""
+    takes all keys and values, arXiv:2407.21783; any mask and any cp, and the memory of all of them). null:
+    the ring if it supports the job, else which of the others sends less."""
     cp_rotate_method: str = execution("allgather", choices=CP_ROTATE_METHODS, needs=(CONTEXT, RING))
     """With the ring: gather keys and values at once (``allgather``) or pass them on step by step
     (``alltoall``)."""
@@ -348,8 +349,12 @@ class ParallelismConfig:
             hidden % shards or model.dim % shards
         )
 
+    def can_exchange_heads(self, model: ModelConfig) -> bool:
+        """Whether cp divides the heads of a tensor-parallel rank, as ``ulysses`` needs."""
+        return gcd(model.n_heads, model.n_kv_heads) // self.tp % self.cp == 0
+
     def _validate_context(self, model: ModelConfig) -> None:
-        if self.cp == 1 or self.cp_method != "ulysses":
+        if self.cp_method != "ulysses" or self.can_exchange_heads(model):
             return
         heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads}
         of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
@@ -358,12 +363,11 @@ class ParallelismConfig:
             for name, count in heads.items()
             if count // self.tp % self.cp
         ]
-        if broken:
-            works = ", ".join(map(str, divisors(*(count // self.tp for count in heads.values()))))
-            rule = f"ulysses exchanges heads: it must divide {', '.join(broken)}"
-            raise ConfigError(
-                "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=gather"
-            )
+        works = ", ".join(map(str, divisors(*(count // self.tp for count in heads.values()))))
+        rule = f"ulysses exchanges heads: it must divide {', '.join(broken)}"
+        raise ConfigError(
+            "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=gather"
+        )
 
     def padded(self, length: int) -> int:
         """The shortest sequence of at least ``length`` tokens that the layout can split evenly."""

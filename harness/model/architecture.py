@@ -8,12 +8,13 @@ model is trained on, and the plan what it costs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.config.fields import default_of, leaf_fields
 from harness.config.model import ARCHITECTURES, BLOCKS, ModelConfig, of_one_model
+from harness.config.parallelism import CP_METHODS
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from harness.model.decoder import Block
     from harness.model.part import ModelPart
     from harness.model.spec import ModuleSpec
+
+J = TypeVar("J", bound="Job")
 
 
 class Architecture(ABC):
@@ -33,6 +36,8 @@ class Architecture(ABC):
     """What its models make, in the plural, for messages."""
     options: type | None = None
     """Dataclass of ``model.options``; None: there are none."""
+    context_methods: Sequence[str] = CP_METHODS
+    """Values of ``parallelism.cp_method`` that its attention works with."""
 
     def resolve(self, model: ModelConfig) -> ModelConfig:
         """Return the model with derived fields set."""
@@ -131,6 +136,60 @@ def block_kinds(model: ModelConfig) -> list[tuple[Hashable, ...]]:
     """A key for each block; blocks with equal keys have the same modules and operations."""
     architecture = architecture_of(model)
     return [(architecture.block_kind(model, layer),) for layer in range(model.num_blocks)]
+
+
+def with_context_method(job: J) -> J:
+    """Return a job with the method that it needs, if its sequences are split."""
+    layout = job.parallelism
+    if layout.cp == 1 or layout.cp_method is not None:
+        return job
+    return replace(job, parallelism=replace(layout, cp_method=context_methods(job)[0]))
+
+
+def context_methods(job: Job) -> list[str]:
+    """Methods that support a job; the first one is its default.
+
+    A ring hides what it sends behind attention, and takes no more memory with more ranks. Without it, what
+    sends less is the default: ``ulysses`` all of a rank's heads, ``gather`` the keys and values of all ranks.
+    """
+    model = job.model
+    layout = job.parallelism
+    allowed = architecture_of(model).context_methods
+    unsupported = []
+    if limit_of_ring(job) is not None:
+        unsupported.append("ring")
+    if not layout.can_exchange_heads(model):
+        unsupported.append("ulysses")
+    supported = [method for method in allowed if method not in unsupported] or list(allowed)
+    keys = model.n_kv_heads * (model.head_width + model.value_width)
+    outputs = model.n_heads * (model.head_width + model.value_width)
+    # Values of a token, times (cp - 1) / cp.
+    sent = {"ring": 0, "ulysses": keys + outputs, "gather": layout.cp * keys}
+    return sorted(supported, key=sent.__getitem__)
+
+
+def limit_of_ring(job: Job) -> str | None:
+    """What a job has that a ring does not support; None if there is nothing."""
+    if job.training.attention != "sdpa":
+        return f"training.attention={job.training.attention}"
+    model = job.model
+    if "ring" not in architecture_of(model).context_methods:
+        return f"model.architecture={model.architecture}"
+    length = job.training.seq_len
+    spans = [model.span(layer) for layer in range(model.num_blocks)]
+    if any(span.most_reach(length) < length for span in spans):
+        return "model.attention.window" if model.attention.window else "model.attention.chunk"
+    if model.attention.sinks:
+        return "model.attention.sinks"
+    return None if job.data.attend_across_documents else "data.attend_across_documents=false"
+
+
+def method_in_words(job: Job) -> str | None:
+    """The line that says which method a job has in place of a ring; None if it may have a ring."""
+    limit = limit_of_ring(job)
+    if job.parallelism.cp == 1 or limit is None:
+        return None
+    return f"context parallel by {job.parallelism.cp_method}: a ring does not support {limit}"
 
 
 def changed(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:

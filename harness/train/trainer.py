@@ -22,6 +22,7 @@ from harness.metrics.mfu import Efficiency, describe_inputs
 from harness.metrics.recorder import Recorder
 from harness.metrics.spikes import Spike, SpikePolicy
 from harness.metrics.window import StepTimer, Window
+from harness.model.architecture import method_in_words
 from harness.parallelism.async_tp import describe_fused, fused
 from harness.parallelism.compile import CompileWatch
 from harness.precision.linears import sort_linears, warning_of_eager
@@ -253,6 +254,8 @@ class Trainer:
         return Noted(columns, maxima, source_progress(self), loads)
 
     def _describe(self) -> None:
+        if method := method_in_words(self.job):
+            self._message(method)
         if self._note_of_data:
             self._message(self._note_of_data)
         if self.engine.device.type != "cpu":

@@ -30,9 +30,9 @@ from harness.parallelism.mesh import context_groups
 
 B, T, H, K, D = 2, 24, 8, 4, 8
 LAYOUTS = {
-    "allgather": ParallelismConfig(cp=2),
-    "alltoall": ParallelismConfig(cp=2, cp_rotate_method="alltoall"),
-    "unbalanced": ParallelismConfig(cp=2, cp_load_balance=False),
+    "allgather": ParallelismConfig(cp=2, cp_method="ring"),
+    "alltoall": ParallelismConfig(cp=2, cp_method="ring", cp_rotate_method="alltoall"),
+    "unbalanced": ParallelismConfig(cp=2, cp_method="ring", cp_load_balance=False),
     "ulysses": ParallelismConfig(cp=2, cp_method="ulysses"),
     "gather": ParallelismConfig(cp=2, cp_method="gather"),
     "gather_unbalanced": ParallelismConfig(cp=2, cp_method="gather", cp_load_balance=False),

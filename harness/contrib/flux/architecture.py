@@ -38,6 +38,7 @@ class FluxArchitecture(Architecture):
 
     batches = "images"
     makes = "pictures"
+    context_methods = ("ulysses",)  # the others are causal
     options = FluxConfig
 
     def resolve(self, model: ModelConfig) -> ModelConfig:

@@ -88,12 +88,6 @@ class FlowMatching(Objective):
                 "stages pass on one tensor, and blocks need a second one",
             ),
             (
-                "parallelism.cp_method",
-                layout.cp_method if layout.cp > 1 else "ulysses",
-                "ulysses",
-                "the others support causal attention only",
-            ),
-            (
                 "training.objective_options.guidance",
                 usual if flux.guidance else guidance,
                 usual,
