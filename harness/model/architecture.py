@@ -149,8 +149,9 @@ def with_context_method(job: J) -> J:
 def context_methods(job: Job) -> list[str]:
     """Methods that support a job; the first one is its default.
 
-    A ring hides what it sends behind attention, and takes no more memory with more ranks. Without it, what
-    sends less is the default: ``ulysses`` all of a rank's heads, ``gather`` the keys and values of all ranks.
+    A ring hides what it sends behind attention, and takes no more memory with more ranks. Without
+    it, what sends less is the default: ``ulysses`` all of a rank's heads, ``gather`` the keys and
+    values of all ranks.
     """
     model = job.model
     layout = job.parallelism
@@ -158,7 +159,7 @@ def context_methods(job: Job) -> list[str]:
     unsupported = []
     if limit_of_ring(job) is not None:
         unsupported.append("ring")
-    if not layout.can_exchange_heads(model):
+    if layout.balances_documents or not layout.can_exchange_heads(model):
         unsupported.append("ulysses")
     supported = [method for method in allowed if method not in unsupported] or list(allowed)
     keys = model.n_kv_heads * (model.head_width + model.value_width)

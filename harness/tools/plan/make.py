@@ -10,9 +10,11 @@ from harness.config.cluster import ClusterConfig
 from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
 from harness.model.accounting import account
+from harness.model.architecture import context_methods, method_in_words
 from harness.precision.linears import warning_of_eager
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants, Software
+from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.loads import known_imbalance, rows_by_rank
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.memory import memory_limit, rank_memory
@@ -20,7 +22,7 @@ from harness.tools.plan.parameters import parameters_of
 from harness.tools.plan.plan import Plan, PlannedPhase, RankMemory, Traffic
 from harness.tools.plan.step_time import StepModel
 from harness.util.errors import UserError
-from harness.util.words import plural
+from harness.util.words import gib, plural
 
 # Constants that a fit changes, and the start of the fit of the defaults. The other constants come
 # from data sheets and papers: rows of one cluster seldom determine them.
@@ -97,7 +99,7 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
 
 
 def _notes(job: Job, imbalance: float | None) -> list[str]:
-    notes = [] if job.empty_in_words is None else [job.empty_in_words]
+    notes = list(filter(None, [job.empty_in_words, method_in_words(job)]))
     if imbalance is None:
         notes.append("memory is that of evenly loaded experts")
     if job.debug.routing is not None and job.parallelism.ep > 1:
@@ -115,6 +117,23 @@ def _notes(job: Job, imbalance: float | None) -> list[str]:
         )
     casts = warning_of_eager(job.precision, compiled=job.compile.blocks)
     return notes if casts is None else [*notes, casts]
+
+
+def faster_method(plan: Plan, calibration: Calibration | None) -> str | None:
+    """Name another method of context parallel with which the job is faster by more than the plan's error."""
+    job = plan.job
+    if job.parallelism.cp == 1 or plan.speed is None:
+        return None
+    found = []
+    for method in context_methods(job):
+        layout = replace(job.parallelism, cp_method=method)
+        other = make_plan(replace(job, parallelism=layout), calibration)
+        assert other.speed is not None, "the hardware is the same"
+        found.append((plan.speed.step_seconds / other.speed.step_seconds - 1, other.peak, method))
+    gain, peak, method = max(found)
+    if gain <= RESOLUTION.off:
+        return None
+    return f"parallelism.cp_method={method}: planned {gain:.0%} faster, with {gib(peak)} GiB"
 
 
 @dataclass(frozen=True)

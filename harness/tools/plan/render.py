@@ -163,7 +163,8 @@ def nodes_in_words(job: Job) -> str:
 def mesh_of(layout: ParallelismConfig) -> str:
     """Degrees above 1, outermost first: ``pp 8 x dp_shard 8 x tp 8``."""
     experts = f", experts over ep {layout.ep}" if layout.ep > 1 else ""
-    return degrees_in_words(layout.degrees, none="1 rank") + experts
+    method = f", {layout.cp_method}" if layout.cp > 1 else ""
+    return degrees_in_words(layout.degrees, none="1 rank") + method + experts
 
 
 def schedule_of(job: Job) -> str:

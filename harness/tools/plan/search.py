@@ -11,7 +11,7 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -238,20 +238,50 @@ class Search:
         if machine is None:
             rule = "a search ranks by speed, and the network between these nodes is unknown"
             raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
+        estimates = Estimates(base, machine)
+        points = list(self._with_methods(groups, estimates))
         least: dict[Key, LayoutPoint] = {}
-        for point in chain.from_iterable(groups):
+        for point in points:
             least.setdefault(point.family, point)
         with progress(2, seconds=10.0) as begin:
             begin(f"estimates of {plural(self.points, 'way')}")
-            estimates = Estimates(base, machine)
-            estimated = [
-                (rounded(estimates.seconds(point)), point) for point in chain.from_iterable(groups)
-            ]
+            estimated = [(rounded(estimates.seconds(point)), point) for point in points]
             estimated.sort(key=itemgetter(0))
             begin("plans of the fastest")
             for seconds, point in estimated:
                 if self._may_matter(seconds, point):
                     self._plan(point, least[point.family])
+
+    def _with_methods(
+        self, groups: Sequence[Sequence[LayoutPoint]], estimates: Estimates
+    ) -> Iterator[LayoutPoint]:
+        """Yield the points with the methods of context parallel that may be the fastest.
+
+        Gathered keys take memory: besides them a point has the fastest of the other methods.
+        """
+        found: dict[Key, list[str | None]] = {}
+        for group in groups:
+            point = group[-1]
+            split = point.cp, point.tp
+            if split not in found:
+                found[split] = self._methods(point, estimates)
+            self.points += len(group) * (len(found[split]) - 1)
+            for method in found[split]:
+                for point in group:
+                    yield point._replace(method=method)
+
+    def _methods(self, point: LayoutPoint, estimates: Estimates) -> list[str | None]:
+        if point.cp == 1:
+            return [None]
+        seconds = {}
+        for method in self.space.methods(point):
+            seconds[method] = estimates.seconds(point._replace(method=method))
+        first, *others = sorted(seconds, key=seconds.__getitem__)
+        if first == "gather" and others:
+            # The plan cannot tell smaller differences.
+            is_faster = (1 + RESOLUTION.off) * seconds[first] < seconds[others[0]]
+            return [others[0], first] if is_faster else [others[0]]
+        return [first]
 
     def _may_matter(self, seconds: float, point: LayoutPoint) -> bool:
         """Whether a point that takes about this time may be shown."""
@@ -358,7 +388,7 @@ class Estimates(Memo):
         layout = self.once(
             ("layout", point.placement), lambda: point.layout(self._base.parallelism)
         )
-        loads_key = ("loads", *point[3:6], point.rows, point.mode, point.pp > 1)
+        loads_key = ("loads", *point[3:6], point.rows, point.mode, point.pp > 1, point.method)
         ranks_key = ("ranks", point.pp, point.schedule, point.layers_per_stage)
 
         def work() -> list[tuple[float, float, Parts]]:

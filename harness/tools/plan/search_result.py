@@ -165,7 +165,7 @@ def commands(found: Search, path: Path, overrides: Sequence[str]) -> str:
     # Each point sets the searched fields; the same field on the command line would override it.
     of_pipeline = ("pp_schedule", "pp_layers_per_stage", "pp_microbatch_size")
     moved = {override.split("=")[0] for override in points[0]} | PLANNER_FIELDS
-    moved |= {f"parallelism.{name}" for name in ("ep", *of_pipeline)}
+    moved |= {f"parallelism.{name}" for name in ("ep", "cp_method", *of_pipeline)}
     job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
     lines = "\n".join(f"        {' '.join(typed)}" for typed in points)
     text = f"""# @package _global_

@@ -15,7 +15,7 @@ from harness.config.job import Job
 from harness.config.parallelism import AXES, ParallelismConfig
 from harness.config.pipeline import SCHEDULES, fitting_layers_per_stage, num_stages
 from harness.config.texts import validate_texts
-from harness.model.architecture import resolve_model
+from harness.model.architecture import context_methods, resolve_model
 from harness.util.errors import ConfigError, divisors
 
 MODES = ("none", "selective_op", "full")
@@ -46,6 +46,8 @@ class LayoutPoint(NamedTuple):
     """Pipeline schedule; None without a pipeline."""
     layers_per_stage: int | None
     """None: the number of stages that the schedule needs."""
+    method: str | None = None
+    """How attention gets the keys of other ranks; None without context parallel, or the job's default."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ class LayoutPoint(NamedTuple):
     @property
     def placement(self) -> Key:
         """The point up to the size of microbatches and recomputation."""
-        return self.degrees, self.ep, self.schedule, self.layers_per_stage
+        return self.degrees, self.ep, self.schedule, self.layers_per_stage, self.method
 
     @property
     def family(self) -> Key:
@@ -104,6 +106,8 @@ class LayoutPoint(NamedTuple):
         moved: dict[str, Any] = dict(zip(AXES, self.degrees, strict=True))
         moved |= {"ep": self.ep, "pp_microbatch_size": self.microbatch_size}
         moved["pp_layers_per_stage"] = self.layers_per_stage
+        if self.method is not None:
+            moved["cp_method"] = self.method
         if self.schedule is not None:
             moved["pp_schedule"] = self.schedule
         # async_tp needs tensor parallel.
@@ -130,6 +134,8 @@ class LayoutPoint(NamedTuple):
         ]
         if self.ep > 1 or base.ep > 1:
             typed.append(f"parallelism.ep={self.ep}")
+        if self.method is not None:
+            typed.append(f"parallelism.cp_method={self.method}")
         if base.async_tp:
             typed.append(f"parallelism.async_tp={str(self.tp > 1).lower()}")
         typed.append(f"training.local_batch_size={self.local_batch_size}")
@@ -173,6 +179,9 @@ class Space:
         if base.training.global_batch_size is None:
             rule = "a search compares layouts at one batch, and null gives every layout its own"
             raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")
+        typed = frozenset(_typed(base, overrides))
+        if "parallelism.cp_method" not in typed:
+            base = replace(base, parallelism=replace(base.parallelism, cp_method=None))
         base = with_length(resolve_rest(base))
         if world is not None:
             return cls(base, world, frozenset(_typed(base, overrides)))
@@ -184,7 +193,7 @@ class Space:
             rule = "a search needs the number of ranks"
             works = "8, or cluster=slurm_h100 cluster.nodes=4"
             raise ConfigError("cluster.ranks", cluster.ranks, rule, works)
-        return cls(base, world, frozenset(_typed(base, overrides)))
+        return cls(base, world, typed)
 
     def layouts(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield all meshes: degrees of ``AXES``, and ep; tp stays within a node or its linked neighbours."""
@@ -219,6 +228,11 @@ class Space:
                 splits += [(local, size, mode) for mode in modes]
         for schedule, layers in self._schedules(pp) if pipelined else [(None, None)]:
             yield [LayoutPoint(*mesh, *split, schedule, layers) for split in splits]
+
+    def methods(self, point: LayoutPoint) -> list[str]:
+        """Methods of context parallel that support a legal point, its default first."""
+        supported = context_methods(point.job_unchecked(self.base))
+        return self._choices("parallelism.cp_method", supported)
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
         part, name = field.split(".")

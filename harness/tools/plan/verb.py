@@ -17,7 +17,14 @@ from harness.tools.plan.compare import (
 from harness.tools.plan.config import REHEARSE, PlanJob
 from harness.tools.plan.layouts import find_layouts, layouts_as_dict, render_layouts
 from harness.tools.plan.loads import COLUMN, measured_imbalance
-from harness.tools.plan.make import Measured, calibrate, calibration_of, make_plan, render_fit
+from harness.tools.plan.make import (
+    Measured,
+    calibrate,
+    calibration_of,
+    faster_method,
+    make_plan,
+    render_fit,
+)
 from harness.tools.plan.picture import draw
 from harness.tools.plan.remedies import remedies, remedies_as_dict, render_remedies
 from harness.tools.plan.render import as_dict, render
@@ -48,6 +55,8 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
     if job.search:
         return _search(job, overrides)
     made = make_plan(job.plain, calibration_of(job))
+    if faster := faster_method(made, calibration_of(job)):
+        made = replace(made, notes=[*made.notes, faster])
     if job.against is not None:
         other = job_against(job, overrides)
         second = make_plan(other.plain, calibration_of(other))

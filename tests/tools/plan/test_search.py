@@ -35,7 +35,7 @@ EIGHT = ["model=llama3_debug", *RANKS]
 LONG = [*EIGHT, "training.seq_len=2048", "precision=bf16"]
 COMPILED = [*EIGHT, "training.seq_len=1024", "precision=float8_tensorwise", "compile=on"]
 # Four ranks have all axes, at most two of them at a time.
-BRUTE = [*LONG, "cluster.ranks=4"]
+BRUTE = [*LONG, "cluster.ranks=4", "parallelism.cp_method=ring"]
 TIGHT = 0.45
 """GiB that some of its plans need and some do not."""
 
@@ -137,7 +137,22 @@ def test_an_illegal_mesh_or_schedule_is_counted_and_never_shown():
         "parallelism.pp",
     }
     assert sum(found.illegal.values()) <= found.points - len(legal)
-    assert legal.issuperset(each.point for each in found.fitting)
+    assert legal.issuperset(each.point._replace(method=None) for each in found.fitting)
+
+
+@pytest.mark.parametrize("model", ["llama3_debug", "gpt_oss_debug", "deepseek_v3_debug"])
+def test_points_have_the_fastest_method_of_context_parallel(model):
+    space = space_of(*LONG, f"model={model}", "parallelism.cp=4")
+    for each in search(space, 3).best:
+        layout = each.plan.job.parallelism
+        assert f"parallelism.cp_method={layout.cp_method}" in each.point.overrides(layout)
+        seconds = []
+        for method in space.methods(each.point):
+            of_method = make_plan(each.point._replace(method=method).job(space.base))
+            assert of_method.speed is not None
+            seconds.append(of_method.speed.step_seconds)
+        assert len(seconds) > 1
+        assert each.seconds <= (1 + RESOLUTION.off) * min(seconds)
 
 
 @pytest.mark.parametrize(
