@@ -32,7 +32,7 @@ BUDGETS = {
     "util": 7_800,
     "config": 31_600,
     "data": 30_600,
-    "model": 21_300,
+    "model": 21_500,
     "metrics": 7_700,
     "run": 3_700,
     "precision": 3_370,
@@ -47,7 +47,7 @@ BUDGETS = {
     "contrib": 26_060,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 368_000
+HARNESS_AT_MOST = 369_500
 TESTS_AT_MOST = 267_000
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
