@@ -3,7 +3,7 @@
 Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed)
 and that number. A rank is assigned rows and reads only those, so neither the loss curve of a run
 nor its state depends on the number of ranks. Scheduled sizes (``config/training.py``) change how
-many samples, or which pieces of samples, a step reads; a rank has the same fraction of every batch.
+many samples, or which pieces of samples, a step reads; a rank has about the same fraction of each.
 
 Batches are numbered in the order of the data, from 1. Step k reads batch k, unless some before it
 are left out: then every step reads a later one. A batch that is left out has the size of the step

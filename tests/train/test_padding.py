@@ -100,7 +100,7 @@ def chat(file):
             "fsdp_ep_pp",
             "fsdp_ep_compiled_recompute_op",
         ),
-        *("ep_capacity", "fsdp_tp_ep_capacity"),
+        *("ep_capacity", "fsdp_tp_ep_capacity", "ep_rows"),
     ],
 )
 def test_layouts_agree_on_conversations(pool, conversations, name):

@@ -98,7 +98,7 @@ def _sample_fields(
         sampled.append(f"{field}={value.lower() if value in ('True', 'False') else value}")
 
     one("training.seq_len", 32, 48, 60)
-    one("training.global_batch_size", 4, 8, 8)
+    one("training.global_batch_size", 4, 7, 8)
     one("training.local_batch_size", "null", "null", 1, 2, 4)
     one("training.loss_chunks", 1, 1, 1, 3)
     chance(0.3, "precision.param_dtype=bfloat16")

@@ -123,6 +123,7 @@ def test_samples_cover_every_axis():
     assert any(job.compile.enable for job in jobs)
     assert {len(job.sizes.lengths) for job in jobs} == {1, 2}
     assert any(job.schedule.batch_size for job in jobs)
+    assert any(job.empty_in_words for job in jobs)
 
 
 def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge):
