@@ -170,7 +170,7 @@ def table(results: Sequence[tuple[str, Metrics]]) -> str:
 
 def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     """Evaluate weights on tasks, and append the metrics to a file."""
-    job, found = use_checkpoint(job, overrides, "evaluate.checkpoint")
+    job, found = use_checkpoint(job, overrides)
     library = [name for name in job.evaluate.tasks if name != DATA]
     trained = found.manifest.get("job") or {}
     recorded = (trained.get("training") or {}).get("seq_len")

@@ -298,7 +298,7 @@ def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
 def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     """Generate the answer of the architecture's models to each prompt."""
     generator = generator_of(job.model)
-    job, found = use_checkpoint(job, overrides, "generate.checkpoint", has_text=generator.has_text)
+    job, found = use_checkpoint(job, overrides, has_text=generator.has_text)
 
     def run(job: Job, function: str, *arguments: Any) -> Any:
         on_rank = "harness.tools.inference.model:with_model"

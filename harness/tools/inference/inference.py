@@ -116,23 +116,22 @@ class InferenceJob(Job):
 
 
 def use_checkpoint(
-    job: Any, overrides: list[str], field: str, *, has_text: bool = True
+    job: Any, overrides: list[str], *, has_text: bool = True
 ) -> tuple[Any, WeightFolder]:
     """Return an ``InferenceJob`` with the tokenizer of its weights, and the weights.
 
     Its model is that of the weights already.
 
     Args:
-        field: its field with the path.
         has_text: whether a tokenizer is needed.
     """
-    path = attrgetter(field)(job)
+    path = attrgetter(job.WEIGHTS)(job)
     if path is None:
         raise ConfigError(
             "checkpoint", None, "must be given", "checkpoint=runs/NAME/ID, or a folder with weights"
         )
     try:
-        found = chosen_source(path, field)
+        found = chosen_source(path, job.WEIGHTS)
     except DamagedCheckpoint as error:
         raise UserError(f"{path}: {error}") from error
     if job.ema:

@@ -124,10 +124,10 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
     base = job.model.mup.base_dim
     name = "standard parametrization" if base is None else f"muP, base width {base}"
     picture = out / "coordcheck.png"
-    draw(
-        picture, f"{job.model.name}, {job.optimizer.kind}, {name}", activations, found, config.bound
-    )
     steady = sum(each.word == STEADY for each in found)
+    words = f"{steady} of {len(found)} modules steady (bound {config.bound:g})"
+    title = f"{job.model.name}, {job.optimizer.kind}, {name}: {words}"
+    draw(picture, title, activations, found)
     modules = [dataclasses.asdict(each) for each in found]
     data = {
         "overrides": overrides,
@@ -216,7 +216,6 @@ def draw(
     title: str,
     activations: Sequence[Activation],
     found: Sequence[WidthExponents],
-    bound: float,
 ) -> None:
     """Draw a panel for each kind of module: a line for each module and step, darker with each step.
 
@@ -256,8 +255,7 @@ def draw(
             middle = (low * high) ** 0.5
             axis.set_ylim(min(low, middle / 3), max(high, middle * 3))
             axis.set_title(f"{kind}\nexponent {worst[name]:+.2f}", fontsize=8, color=of_title)
-    steady = sum(each.word == STEADY for each in found)
-    save(figure, path, f"{title}: {steady} of {len(found)} modules steady (bound {bound:g})")
+    save(figure, path, title)
 
 
 VERB = Verb("coordcheck", coordcheck, help=HELP, job=CoordCheckJob, has_json=True, is_alone=True)

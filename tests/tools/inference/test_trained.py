@@ -124,7 +124,7 @@ def test_another_tokenizer(trained, capfd):
         for tokenizer, warned in (("bytes", False), ("python_2k", True)):
             typed = [f"checkpoint={folder}", f"tokenizer={tokenizer}", "prompt=x"]
             job = compose_job(typed, config_name="generate", schema=GenerateJob)
-            use_checkpoint(job, typed, "generate.checkpoint")
+            use_checkpoint(job, typed)
             error = capfd.readouterr().err
             assert ("gives other ids; would work: no tokenizer= at all" in error) is warned
             assert error.count("\n") == warned
