@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
-from harness.launch.losses import Loss, lost_ranks, run_attempts
+from harness.launch.losses import Loss, go_on, lost_ranks
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run, ranks_in_words
 from harness.train.process import (
@@ -88,9 +87,10 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
                 code = run_rank(job, folder, started=started)
         else:
             with StopRequest(raises=False) as stop:
-                code = run_attempts(
-                    job, folder, started, functools.partial(_run_ranks, folder=folder, stop=stop)
-                )
+                code, loss = _run_ranks(job, folder, started, stop)
+                while loss is not None and (smaller := go_on(job, folder, code, loss)) is not None:
+                    job = smaller
+                    code, loss = _run_ranks(job, folder, time.monotonic(), stop)
     except BaseException as error:
         # An error of launching; ranks record their own errors.
         code = folder.errors.record(None, error)["exit_code"]
@@ -98,7 +98,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
         ignore_stop_signals()
     try:
         with stop_signals_ignored():
-            job = folder.attempt_job() if folder.layout else job
             return finish_run(job, folder, code)
     finally:
         folder.release()
@@ -132,7 +131,7 @@ def _running_threads() -> float:
 
 
 def _run_ranks(
-    job: Job, started: float, *, folder: RunFolder, stop: StopRequest
+    job: Job, folder: RunFolder, started: float, stop: StopRequest
 ) -> tuple[int, Loss | None]:
     """Run an attempt; return its exit code, and what it has lost if the run may go on without."""
     kills_before = count_memory_kills()

@@ -16,7 +16,7 @@ A node of ``cluster=local`` is a rank. Layouts for fewer nodes are made when a r
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.checkpoint.resume import find_start
@@ -39,38 +39,11 @@ class Loss:
         words: which, and why.
         nodes: how many.
         left: how many the next attempt can have.
-        error: raised if no layout is prepared for so few; None: the attempt's code is the run's.
     """
 
     words: str
     nodes: int
     left: int
-    error: Exception | None = None
-
-
-def run_attempts(
-    job: Job,
-    folder: RunFolder,
-    started: float,
-    run_ranks: Callable[[Job, float], tuple[int, Loss | None]],
-) -> int:
-    """Run attempts until one has lost nothing, or has too few nodes left; return its exit code.
-
-    Args:
-        started: time.monotonic() at which the first one was started.
-        run_ranks: runs an attempt from its job and the time at which it was started; returns its
-            exit code, and what it has lost if that is why it ended.
-    """
-    while True:
-        code, loss = run_ranks(job, started)
-        smaller = None if loss is None else go_on(job, folder, code, loss)
-        if smaller is not None:
-            job = smaller
-            started = time.monotonic()
-        elif loss is None or loss.error is None:
-            return code
-        else:
-            raise loss.error
 
 
 def lost_ranks(folder: RunFolder, dead: Sequence[tuple[int, RankDied]]) -> tuple[list[int], str]:

@@ -37,7 +37,7 @@ from harness.launch.faults import (
     record_left,
     unnamed_ranks,
 )
-from harness.launch.losses import Loss, lost_ranks, run_attempts
+from harness.launch.losses import Loss, go_on, lost_ranks
 from harness.launch.state import NODE_FAILURE, SlurmJobRecord
 from harness.metrics.slow_ranks import slow_ranks
 from harness.run.folder import RunFolder
@@ -141,7 +141,13 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     sys.stdout.flush()
     try:
         attempts = _Attempts(job, folder, allocation, received)
-        code = run_attempts(job, folder, started, attempts.run)
+        code, loss = attempts.run(job, started)
+        while loss is not None:
+            smaller = go_on(job, folder, code, loss)
+            if smaller is None:
+                raise attempts.error
+            job = smaller
+            code, loss = attempts.run(job, time.monotonic())
     except Exception as error:
         # The ranks may start elsewhere, or later: SLURM's controller was away.
         unfit = isinstance(error, UnfitNodes) and job.cluster.node_check == "exclude"
@@ -157,7 +163,6 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
             sys.stderr.write(f"excluded {', '.join(slow)}, where ranks are slow\n")
     except queue.SlurmError as error:
         sys.stderr.write(f"WARNING cannot exclude {', '.join(slow)} from this job: {error}\n")
-    job = folder.attempt_job()
     state = allocation.state()
     if state == SUPERSEDED:
         return code  # the run folder now belongs to another attempt
@@ -174,7 +179,11 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
 
 
 class _Attempts:
-    """Attempts on the nodes of the allocation, which become fewer with ``cluster.on_node_loss=continue``."""
+    """Attempts on the nodes of the allocation, of which ``cluster.on_node_loss=continue`` may lose some.
+
+    Attributes:
+        error: why the last attempt ended, if it lost nodes.
+    """
 
     def __init__(
         self, job: Job, folder: RunFolder, allocation: Allocation, received: Received
@@ -182,6 +191,7 @@ class _Attempts:
         self.folder = folder
         self.allocation = allocation
         self.received = received
+        self.error: Exception
         self.checks = job.cluster.node_check
         self.goes_on = job.cluster.on_node_loss == "continue"
         self.nodes = queue.own_nodes() if self.goes_on or self.checks != "off" else []
@@ -227,7 +237,8 @@ class _Attempts:
         first = self.nodes[0]
         self.nodes = [node for node in self.nodes if node not in lost]
         left = 0 if first in lost else len(self.nodes)
-        return Loss(words, len(lost), left, error) if lost else None
+        self.error = error
+        return Loss(words, len(lost), left) if lost else None
 
 
 @contextmanager
