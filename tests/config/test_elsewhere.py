@@ -19,6 +19,9 @@ NEEDS = {
     "parallelism.loss_parallel=false": "parallelism.tp=2",
     "parallelism.expert_tensor_parallel=true": "parallelism.tp=2",
     "parallelism.cp_load_balance=false": "parallelism.cp=2",
+    "parallelism.cp_load_balance=documents": (
+        "parallelism.cp=2 data=python_stdlib data.attend_across_documents=false"
+    ),
     "cluster.device=cuda": "cluster=slurm cluster.ranks_per_node=8",
     "precision=float8": "precision.emulate=true",
     "precision=mxfp8": "precision.emulate=true",
