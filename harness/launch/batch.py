@@ -43,6 +43,10 @@ class Received:
 
     def _handle(self, *_: object) -> None:
         self.has_any = True
+        self.stop_ranks()
+
+    def stop_ranks(self) -> None:
+        """Ask the ranks to save and to stop, if they run."""
         if self.process is not None:
             try:
                 os.kill(self.process, signal.SIGUSR2)

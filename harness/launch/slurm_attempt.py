@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,9 @@ HOLD_SECONDS = 180.0
 ANSWER_SECONDS = 60.0
 RETRY_SECONDS = 5.0
 SRUN_LOG = "srun.err"
+# How often to look for slow ranks, and how long to leave all nodes alone after one was replaced.
+LOOK_SECONDS = 10.0
+CONDEMN_SECONDS = 3600.0
 
 # slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-22T12:00:00 DUE TO JOB REQUEUE ***
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO )?(.*)\*\*\*")
@@ -192,6 +196,7 @@ class _Attempts:
         self.allocation = allocation
         self.received = received
         self.error: Exception
+        self.next_condemned = 0.0
         self.checks = job.cluster.node_check
         self.goes_on = job.cluster.on_node_loss == "continue"
         self.nodes = queue.own_nodes() if self.goes_on or self.checks != "off" else []
@@ -208,12 +213,46 @@ class _Attempts:
                 code = int(self.folder.errors.record(None, error)["exit_code"])
                 return code, self._without(error.nodes, str(error), error)
         on = nodes if self.goes_on else []
-        with _guarded(self.allocation, on, self.folder.path / "logs"):
+        slow: dict[str, list[str]] = {}
+        with _guarded(self.allocation, on, self.folder.path / "logs"), self._watched(job, on, slow):
             code = _run_ranks(job, self.folder, self.allocation, started, self.received, on)
+        if slow and code == EXIT_RESUMABLE and not self.received.has_any:
+            replaced = UnfitNodes(slow)
+            return code, self._without(replaced.nodes, str(replaced), replaced)
         if not self.goes_on or code in (EXIT_OK, *STOPPED):
             return code, None
         lost, why = self._lost(job, nodes)
         return code, self._without(lost, f"{', '.join(lost)} lost: {why}", LostNodes(why))
+
+    @contextmanager
+    def _watched(self, job: Job, nodes: list[str], slow: dict[str, list[str]]) -> Iterator[None]:
+        """Ask the ranks to stop, at most once an hour, if a spare node can replace a slow one.
+
+        Args:
+            slow: gets the slow nodes, each with its slow ranks.
+        """
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(LOOK_SECONDS):
+                if slow or time.monotonic() < self.next_condemned:
+                    continue
+                found: dict[str, list[str]] = {}
+                for each in slow_ranks(self.folder.path):
+                    if each.until is None:
+                        node = nodes[each.rank * len(nodes) // job.world_size]
+                        found.setdefault(node, []).append(str(each))
+                if found and nodes[0] not in found and len(self.nodes) >= len(nodes) + len(found):
+                    self.next_condemned = time.monotonic() + CONDEMN_SECONDS
+                    slow.update(found)
+                    self.received.stop_ranks()
+
+        if job.cluster.exclude_slow and nodes:
+            threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def _lost(self, job: Job, nodes: list[str]) -> tuple[list[str], str]:
         """Return the nodes that are the cause of the attempt's end, and why; none if it is another."""
@@ -223,8 +262,10 @@ class _Attempts:
         ranks, why = lost_ranks(self.folder, [])
         local = job.world_size // len(nodes)
         lost = {nodes[rank // local]: why for rank in ranks}
-        unfit = _answered(lambda: queue.unfit_nodes(self.allocation.job_id, nodes))
-        lost |= {node: f"SLURM calls it {state}" for node, state in unfit.items()}
+        unfit = _answered(lambda: queue.unfit_nodes(self.allocation.job_id, self.nodes))
+        # Spare nodes may have failed unnoticed.
+        self.nodes = [node for node in self.nodes if node in nodes or node not in unfit]
+        lost |= {node: f"SLURM says {unfit[node]}" for node in nodes if node in unfit}
         if not lost and self.checks == "exclude":
             try:
                 check_nodes(job, self.folder.path, nodes)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -288,6 +289,16 @@ def test_code_that_cannot_be_imported_leaves_a_row(submitted, tmp_path):
     )
 
 
+def attempts_of(folder, monkeypatch, *overrides):
+    """Attempts of a job on three of four nodes, and the job."""
+    monkeypatch.setattr(attempt, "_guarded", lambda *_: nullcontext())
+    monkeypatch.setattr(attempt.queue, "own_nodes", lambda: ["n1", "n2", "n3", "n4"])
+    losing = ["parallelism=fsdp", "parallelism.dp_shard=3", "cluster.ranks_per_node=1"]
+    losing += ["training.global_batch_size=12", "cluster.on_node_loss=continue"]
+    job = compose_job([*SLURM_JOB, *losing, "cluster.spare_nodes=1", *overrides])
+    return attempt._Attempts(job, folder, Granted("RUNNING"), Received()), job
+
+
 # The error of an attempt on three of four nodes, what SLURM says after it was away once, nodes that the check
 # finds unfit (before the ranks, after them), and which nodes are lost and how many left. The first is this
 # process's own.
@@ -324,16 +335,34 @@ def test_which_nodes_are_lost(error, unfit, checked, lost, left, submitted, job,
     away = [SlurmError("Unable to contact slurm controller")]
     monkeypatch.setattr(attempt, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(attempt, "_run_ranks", run_ranks)
-    monkeypatch.setattr(attempt, "_guarded", lambda *_: nullcontext())
     monkeypatch.setattr(attempt, "check_nodes", check)
     monkeypatch.setattr(attempt.queue, "unfit_nodes", ask_slurm)
-    monkeypatch.setattr(attempt.queue, "own_nodes", lambda: ["n1", "n2", "n3", "n4"])
-    losing = ["parallelism=fsdp", "parallelism.dp_shard=3", "cluster.ranks_per_node=1"]
-    losing += ["training.global_batch_size=12", "cluster.on_node_loss=continue"]
-    losing += ["cluster.spare_nodes=1", "cluster.min_nodes=1"]
     checks = "exclude" if checked else "off"
-    job = compose_job([*SLURM_JOB, *losing, f"cluster.node_check={checks}"])
-    attempts = attempt._Attempts(job, submitted, Granted("RUNNING"), Received())
+    attempts, job = attempts_of(submitted, monkeypatch, f"cluster.node_check={checks}")
     _, loss = attempts.run(job, 0.0)
     assert attempts.nodes == [node for node in ("n1", "n2", "n3", "n4") if node not in lost]
     assert (loss.nodes, loss.left) == (len(lost), left) if lost else loss is None
+
+
+def test_a_spare_takes_the_place_of_a_slow_node_at_most_once_an_hour(submitted, monkeypatch):
+    slowed = ["profiling.phases=true", "cluster.exclude_slow=true"]
+    attempts, job = attempts_of(submitted, monkeypatch, *slowed)
+    asked = threading.Event()
+    attempts.received.stop_ranks = asked.set
+    seconds = 60.0
+
+    def run_ranks(*_):
+        found = {"device": "H100", "phase": "forward", "excess": 0.3, "step": 20, "until": None}
+        slow = json.dumps({"slow": [{"rank": 1, "host": "n2", **found}]})
+        (submitted.path / "slow_ranks.json").write_text(slow)
+        return EXIT_RESUMABLE if asked.wait(seconds) else EXIT_OK
+
+    monkeypatch.setattr(attempt, "_run_ranks", run_ranks)
+    monkeypatch.setattr(attempt, "LOOK_SECONDS", 0.01)
+    code, loss = attempts.run(job, 0.0)
+    assert (code, loss.left, attempts.nodes) == (EXIT_RESUMABLE, 3, ["n1", "n3", "n4"])
+    assert "n2: rank 1 (n2, H100) computes 30% longer" in loss.words
+    asked.clear()
+    attempts.nodes.append("n5")
+    seconds = 0.2
+    assert attempts.run(job, 0.0) == (EXIT_OK, None)
