@@ -42,7 +42,6 @@ harness plan -m parallelism.tp=1,2,4 ...       one table of several jobs
 harness plan ... against="parallelism.tp=8"    line by line beside the job with these
 harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
 harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
-harness plan ... cluster.on_node_loss=continue the layouts it goes on with when it loses nodes
 harness plan ... rehearse=true                 compared with a run on virtual GPUs
 harness plan calibrate=runs/NAME               fit the constants to runs, and read loads of experts
 """
