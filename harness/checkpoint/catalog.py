@@ -11,7 +11,7 @@ import errno
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,10 +145,7 @@ class CheckpointFolder:
 
     def supersede_after(self, step: int) -> None:
         """Move checkpoints later than ``step`` to ``superseded/``; remove unfinished ones."""
-        later = [self.path_of(each) for each in self.steps() if each > step]
-        for path in later:
-            remove_unfinished(path)
-        _set_aside([path for path in later if self._fs.exists(_open_url(path)[1])])
+        set_aside([self.path_of(each) for each in self.steps() if each > step])
 
     def purge(self, keep: int, keeps: Callable[[int], bool] = lambda _: False) -> None:
         """Remove complete checkpoints except the newest ``keep`` (0 keeps all), and unfinished older ones.
@@ -233,15 +230,6 @@ def remove(path: str) -> None:
         fs.rm(root, recursive=True)
 
 
-def make_room(path: str) -> None:
-    """Free the path of a new checkpoint: move a finished one to ``superseded/``, remove an unfinished one."""
-    fs, root = _open_url(path)
-    if fs.exists(f"{root}/{MANIFEST}"):
-        _set_aside([path])
-    else:
-        remove(path)
-
-
 def remove_unfinished(path: str) -> None:
     """Remove a checkpoint if it has no manifest."""
     fs, root = _open_url(path)
@@ -249,18 +237,22 @@ def remove_unfinished(path: str) -> None:
         remove(path)
 
 
-def _set_aside(paths: list[str]) -> None:
-    """Move checkpoints of one folder to ``superseded/<next number>``."""
-    if not paths:
+def set_aside(paths: Sequence[str]) -> None:
+    """Free paths of one folder: move finished checkpoints to ``superseded/<next number>``, remove others."""
+    finished = []
+    for path in paths:
+        remove_unfinished(path)
+        fs, root = _open_url(path)
+        if fs.exists(root):
+            finished.append(root)
+    if not finished:
         return
-    fs, first = _open_url(paths[0])
-    aside = f"{first.rsplit('/', 1)[0]}/{SUPERSEDED}"
+    aside = f"{finished[0].rsplit('/', 1)[0]}/{SUPERSEDED}"
     fs.makedirs(aside, exist_ok=True)
     numbers = [int(name) for name in map(_name, fs.ls(aside, detail=False)) if name.isdigit()]
     target = f"{aside}/{max(numbers, default=0) + 1}"
     fs.makedirs(target)
-    for path in paths:
-        root = _open_url(path)[1]
+    for root in finished:
         fs.mv(root, f"{target}/{_name(root)}", recursive=True)
 
 

@@ -190,8 +190,8 @@ def _as_tensor(value: Any) -> Any:
 
 def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values whose name is the prefix and a key."""
-    found = {}
-    for name, value in values.items():
-        if name.startswith(prefix):
-            found[name.removeprefix(prefix)] = value
-    return found
+    return {
+        name.removeprefix(prefix): value
+        for name, value in values.items()
+        if name.startswith(prefix)
+    }

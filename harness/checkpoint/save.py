@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from harness.checkpoint.catalog import (
     DamagedCheckpoint,
-    make_room,
     remove,
     remove_unfinished,
+    set_aside,
 )
 from harness.checkpoint.optimizer_state import optimizer_state, require_owned
 from harness.checkpoint.state import (
@@ -228,7 +228,7 @@ class Saver(CheckpointedRun):
         self.ranks.on_rank_zero(lambda: remove(temporary))
         try:
             self._dcp_save(temporary, self._exported(), {**manifest, "holds": "model"})
-            self.ranks.on_rank_zero(lambda: make_room(target))
+            self.ranks.on_rank_zero(lambda: set_aside([target]))
             self.ranks.everywhere(
                 lambda: self.weights.write_share(temporary, target, self.job, (rank, size))
             )

@@ -43,7 +43,7 @@ from harness.checkpoint.catalog import (
     check_files,
     encode_manifest,
     is_url,
-    make_room,
+    set_aside,
 )
 from harness.checkpoint.metadata import load_failure, parse_metadata
 from harness.config.failures import kind_of_text
@@ -170,7 +170,7 @@ class Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Clear the path of leftovers of a killed process; called on one rank before any rank writes."""
-        make_room(str(self.path))
+        set_aside([str(self.path)])
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -344,12 +344,9 @@ class Reader(FileSystemReader):
     ) -> None:
         tensor = _read_tensor(file, place)
         for item in items:
-            ends = [
-                offset + length
-                for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
-            ]
-            if tensor.dim() != len(ends) or any(
-                end > size for end, size in zip(ends, tensor.shape, strict=True)
+            places = zip(item.storage_offsets, item.lengths, tensor.shape, strict=True)
+            if tensor.dim() != len(item.lengths) or any(
+                offset + length > size for offset, length, size in places
             ):
                 raise DamagedCheckpoint(
                     f"{_span(place)}: the tensor has shape {list(tensor.shape)}"
