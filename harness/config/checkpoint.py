@@ -94,7 +94,10 @@ class CheckpointConfig:
     """Timeout of collectives while saving and loading."""
 
     def validate(self, last_step: int) -> None:
-        self._check_steps(last_step)
+        for step in self.steps:
+            if not 1 <= step <= last_step:
+                rule = f"has step {step}, and the run has the steps 1 to {last_step}"
+                raise ConfigError("checkpoint.steps", self.steps, rule, f"[{last_step}]")
         if self.keep_every % self.interval:
             rule = f"must be a multiple of checkpoint.interval={self.interval}"
             works = f"{math.ceil(self.keep_every / self.interval) * self.interval}"
@@ -116,12 +119,6 @@ class CheckpointConfig:
             raise ConfigError(
                 "checkpoint.create_seed_checkpoint", True, "nothing is written in this job", "false"
             )
-
-    def _check_steps(self, last_step: int) -> None:
-        for step in self.steps:
-            if not 1 <= step <= last_step:
-                rule = f"has step {step}, and the run has the steps 1 to {last_step}"
-                raise ConfigError("checkpoint.steps", self.steps, rule, f"[{last_step}]")
 
     def refuse_pinned_memory(self, why: str) -> None:
         """Raise ConfigError if pinned memory is requested without a GPU."""

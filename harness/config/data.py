@@ -16,6 +16,7 @@ from harness.config.data_kinds import (
     check_effects,
     check_files,
     errors_of_source,
+    resolve_each,
     source_config,
 )
 from harness.config.fields import Switch, execution, label, numerics
@@ -152,11 +153,7 @@ class DataConfig:
     def resolve(self) -> Self:
         """Return the data with the defaults of its options, also those of a mixture's sources."""
         options = DATA_KINDS.resolve_options(self.kind, self.options)
-        sources = {}
-        for name, source in self.sources.items():
-            with errors_of_source(name):
-                sources[name] = source.resolve()
-        return replace(self, options=options, sources=sources)
+        return replace(self, options=options, sources=resolve_each("data.sources", self.sources))
 
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""

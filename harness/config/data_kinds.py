@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 Own = TypeVar("Own", bound="DataConfig")
 TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
-FORMATS = Choices(lambda: chain(TEXT_FORMATS, TOKEN_FORMATS))
+FORMATS = Choices(
+    lambda: chain(TEXT_FORMATS, (name for name in TOKEN_FORMATS if name not in TEXT_FORMATS))
+)
 MIXTURE_FIELDS = ("kind", "sources", "weights", "epochs", "weight_changes")
 """Fields of the mixture itself; only ``kind`` is a field of its sources too."""
 SHARED = (
@@ -318,6 +320,15 @@ def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManage
     if not data.sources:
         return [(data, nullcontext())]
     return [(source_config(data, name), errors_of_source(name)) for name in data.source_names]
+
+
+def resolve_each(place: str, configs: Mapping[str, Own]) -> dict[str, Own]:
+    """Return the resolved configs of sources or sets; ``place`` is the field that has them."""
+    resolved = {}
+    for name, config in configs.items():
+        with errors_of(f"{place}.{name}"):
+            resolved[name] = config.resolve()
+    return resolved
 
 
 def errors_of_source(name: str) -> AbstractContextManager[None]:

@@ -135,10 +135,9 @@ class AttentionConfig:
                 raise ConfigError(f"model.attention.{name}", getattr(self, name), rule, "kind=mla")
             return
         for name in _LATENT:
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"model.attention.{name}", getattr(self, name), "must be at least 1"
-                )
+            width = getattr(self, name)
+            if width < 1:
+                raise ConfigError(f"model.attention.{name}", width, "must be at least 1")
         if n_kv_heads != n_heads:
             rule = f"every head of latent attention has keys: it must be model.n_heads={n_heads}"
             raise ConfigError("model.n_kv_heads", n_kv_heads, rule, [n_heads])
@@ -147,15 +146,13 @@ class AttentionConfig:
             raise ConfigError(
                 "model.head_dim", head_width, rule, f"{self.latent_head_dim}, or null"
             )
-        for name, off in (
-            ("qkv_bias", False),
-            ("output_bias", False),
-            ("qk_norm", "none"),
-            ("sinks", False),
-        ):
-            if getattr(self, name) != off:
+        default = AttentionConfig()
+        for name in ("qkv_bias", "output_bias", "qk_norm", "sinks"):
+            value = getattr(self, name)
+            off = getattr(default, name)
+            if value != off:
                 rule = "latent attention has none"
-                raise ConfigError(f"model.attention.{name}", getattr(self, name), rule, [off])
+                raise ConfigError(f"model.attention.{name}", value, rule, [off])
 
 
 def _is_nth(layer: int, every: int | None) -> bool:
@@ -495,7 +492,8 @@ class ModelConfig:
         """The model with another ``dim``, the widths ``given``, and others in proportion, but for heads."""
         given = given or {}
         model = replace(self, dim=dim, head_dim=self.head_width)
-        widths = {name: field_of(self, name) or 0 for name in PROPORTIONAL if name not in given}
+        names = [name for name in PROPORTIONAL if name not in given]
+        widths = {name: operator.attrgetter(name)(self) or 0 for name in names}
         for name, width in widths.items():
             if width * dim % self.dim:
                 rule = f"model.{name}={width} x {dim} / {self.dim} is no integer"
@@ -595,9 +593,3 @@ def named_fields(model: ModelConfig) -> Iterator[tuple[str, str, Any]]:
     """Yield ``(dotted name, role, value)`` of every field, each option of the architecture by itself."""
     yield from (leaf for leaf in leaves(model) if leaf[0] != "options")
     yield from ((f"options.{name}", NUMERICS, value) for name, value in model.options.items())
-
-
-def field_of(model: ModelConfig, name: str) -> Any:
-    first, _, rest = name.partition(".")
-    value = getattr(model, first)
-    return getattr(value, rest) if rest else value

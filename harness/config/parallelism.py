@@ -9,7 +9,7 @@ from math import ceil, gcd, lcm, prod
 
 from harness.config.fields import Switch, execution
 from harness.config.model import ModelConfig
-from harness.config.pipeline import SCHEDULES, check_pipeline, read_csv_schedule
+from harness.config.pipeline import SCHEDULES, CsvSchedule, check_pipeline, read_csv_schedule
 from harness.util.errors import ConfigError, divisors
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -139,6 +139,12 @@ class ParallelismConfig:
         return prod(self.degrees.values())
 
     @property
+    def csv_schedule(self) -> CsvSchedule | None:
+        """The schedule in the file of pp_schedule_csv, if there is one."""
+        path = self.pp_schedule_csv
+        return None if path is None else read_csv_schedule(path, self.pp)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights may be taken in two passes (a CSV schedule may)."""
         if self.pp == 1:
@@ -251,11 +257,11 @@ class ParallelismConfig:
             default_world: number of ranks that dp_shard=-1 fills otherwise; None means dp_shard=2.
             origin: what determined ``world_size``, for messages.
         """
+        named = degrees_in_words(self.degrees, between="=", none="")
         if self.dp_shard == -1:
             others = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
             world = world_size or default_world or 2 * others
             if world % others:
-                named = degrees_in_words(self.degrees, between="=", none="")
                 rule = f"{named} does not divide the world size {world}{origin}"
                 works = (
                     f"a world size that is a multiple of {others}, or degrees that divide {world}"
@@ -265,18 +271,14 @@ class ParallelismConfig:
                 world_size, default_world, origin
             )
         if world_size is not None and self.world_size != world_size:
-            named = degrees_in_words(self.degrees, between="=", none="")
             rule = (
                 f"the degrees multiply to {self.world_size}{f' ({named})' if named else ''}, "
                 f"but there are {world_size} ranks{origin}"
             )
             works = f"-1, degrees that multiply to {world_size}, or {self.world_size} ranks"
             raise ConfigError("parallelism.dp_shard", self.dp_shard, rule, works)
-        if self.pp == 1 or self.pp_schedule_csv is None:
-            return self
-        return replace(
-            self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest
-        )
+        schedule = self.csv_schedule if self.pp > 1 else None
+        return self if schedule is None else replace(self, pp_schedule_csv_digest=schedule.digest)
 
     def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
         self._validate_tensor(model, seq_len)

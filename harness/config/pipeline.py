@@ -212,8 +212,8 @@ def _weight(layout: ParallelismConfig, n_layers: int) -> int:
 def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
     if layout.pp_modules_per_stage:
         return len(layout.pp_modules_per_stage)
-    if layout.pp_schedule_csv is not None:
-        return read_csv_schedule(layout.pp_schedule_csv, layout.pp).num_stages
+    if schedule := layout.csv_schedule:
+        return schedule.num_stages
     if layout.pp_layers_per_stage is not None:
         return -(-_weight(layout, n_layers) // layout.pp_layers_per_stage)
     return layout.pp * (1 if SCHEDULES[layout.pp_schedule].stages_per_rank == "one" else 2)
@@ -232,14 +232,15 @@ def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
     named = len(layout.pp_modules_per_stage)
     if named:
         check_modules_per_stage(layout.pp_modules_per_stage, n_layers)
-    if layout.pp_schedule_csv is not None:
-        scheduled = read_csv_schedule(layout.pp_schedule_csv, layout.pp).num_stages
+    schedule = layout.csv_schedule
+    if schedule is not None:
+        scheduled = schedule.num_stages
         available = named or n_layers + 2
         if scheduled > available or (named and scheduled < named):
             source = "parallelism.pp_modules_per_stage" if named else f"model.n_layers={n_layers}"
             rule = f"runs {scheduled} stages, but {source} makes {'' if named else 'at most '}{available}"
             raise ConfigError("parallelism.pp_schedule_csv", layout.pp_schedule_csv, rule)
-    if named or layout.pp_schedule_csv is not None:
+    if named or schedule is not None:
         return
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
     total = num_stages(layout, n_layers)
@@ -269,8 +270,6 @@ def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
     if layout.pp_modules_per_stage:
         return layout.pp_modules_per_stage
     stages = num_stages(layout, n_layers)
-    if stages == 1:
-        return [["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]]
     first = layout.pp_first_stage_less_layers
     last = layout.pp_last_stage_less_layers
     weight, extra = divmod(n_layers + first + last, stages)
@@ -293,8 +292,8 @@ def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
 
 def stages_of_rank(layout: ParallelismConfig, n_layers: int, pp_rank: int) -> list[int]:
     """Indices of the stages that a pipeline rank holds, ascending."""
-    if layout.pp_schedule_csv is not None:
-        return read_csv_schedule(layout.pp_schedule_csv, layout.pp).stages_of_rank[pp_rank]
+    if schedule := layout.csv_schedule:
+        return schedule.stages_of_rank[pp_rank]
     total = num_stages(layout, n_layers)
     if SCHEDULES[layout.pp_schedule].placement == "v" and total == 2 * layout.pp:
         return [pp_rank, total - 1 - pp_rank]
@@ -343,8 +342,8 @@ def check_pipeline(
         raise ConfigError("parallelism.pp_microbatch_size", layout.pp_microbatch_size, rule, works)
     check_stages(layout, model.n_layers)
     per_rank = stages_per_rank(layout, model.n_layers)
-    if layout.pp_schedule_csv is not None:
-        scheduled = read_csv_schedule(layout.pp_schedule_csv, layout.pp).num_microbatches
+    if from_file := layout.csv_schedule:
+        scheduled = from_file.num_microbatches
         rule = f"{layout.pp_schedule_csv} runs {scheduled} microbatches"
         _check_microbatches(layout, local_batch_size, share, scheduled.__eq__, rule)
         return

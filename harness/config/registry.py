@@ -177,11 +177,7 @@ class Choices:
     names: Callable[[], Iterable[str]]
 
     def __iter__(self) -> Iterator[str]:
-        seen: set[str] = set()
-        for name in self.names():
-            if name not in seen:
-                seen.add(name)
-                yield name
+        return iter(self.names())
 
 
 def _package(entry: EntryPoint, separator: str = " ") -> str:

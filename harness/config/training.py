@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from harness.config.data import DataConfig, ValidationSet
-from harness.config.data_kinds import errors_of_set
+from harness.config.data_kinds import resolve_each
 from harness.config.fields import LARGEST_INTEGER, Switch, execution, label, numerics
 from harness.config.model import EXPERTS, ROUTED
 from harness.config.registry import Registry
@@ -327,11 +327,7 @@ class ValidationConfig:
 
     def resolve(self) -> ValidationConfig:
         """Return validation with the defaults of the options of its sets."""
-        sets = {}
-        for name, own in self.sets.items():
-            with errors_of_set(name):
-                sets[name] = own.resolve()
-        return replace(self, sets=sets)
+        return replace(self, sets=resolve_each("validation.sets", self.sets))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from harness.config.model import (
@@ -12,7 +13,6 @@ from harness.config.model import (
     PROPORTIONAL,
     ModelConfig,
     MupConfig,
-    field_of,
 )
 from harness.config.registry import resolve_options
 from harness.model import spec
@@ -113,7 +113,7 @@ def _validate_mup(model: ModelConfig) -> None:
     of = model.mup
     field = "model.mup.base_widths"
     heads = LATENT_HEAD_WIDTHS if model.attention.is_latent else HEAD_WIDTHS
-    widths = [name for name in (*PROPORTIONAL, *heads) if field_of(model, name)]
+    widths = [name for name in (*PROPORTIONAL, *heads) if attrgetter(name)(model)]
     for name in of.base_widths:
         if name not in widths:
             raise ConfigError(field, name, f"no such width of model={model.name}", widths)

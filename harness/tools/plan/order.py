@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from harness.config.parallelism import ParallelismConfig
-from harness.config.pipeline import SCHEDULES, num_stages, read_csv_schedule
+from harness.config.pipeline import SCHEDULES, num_stages
 from harness.tools.plan.plan import Action
 from harness.util.files import write_atomically
 
@@ -54,9 +54,9 @@ def passes_of_rank(
     """Return the passes of one pipeline rank, in order."""
     if layout.pp == 1:
         return [Action(0, kind, number) for number, kind in product(range(microbatches), "FB")]
-    if layout.pp_schedule_csv is not None:
-        rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
-        return [Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank]]
+    if schedule := layout.csv_schedule:
+        passes = schedule.passes_of_rank[rank]
+        return [Action(stage, kind, microbatch) for stage, kind, microbatch in passes]
     stages = num_stages(layout, n_layers)
     return _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches, rank)
 
