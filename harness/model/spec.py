@@ -228,7 +228,7 @@ def decoder_modules(config: ModelConfig) -> Iterator[ModuleSpec]:
     if config.mtp.depth:
         yield _norm("mtp.embedding_norm", config.dim)
         yield _norm("mtp.hidden_norm", config.dim)
-        yield _linear("mtp.proj", config.dim, 2 * config.dim, Split.STREAM, _linear_init())
+        yield linear("mtp.proj", config.dim, 2 * config.dim, Split.STREAM, _linear_init())
         yield from block_of(config).modules(config, config.n_layers)
         yield _norm("mtp.norm", config.dim)
 
@@ -299,8 +299,8 @@ class PreNormBlock:
         own = (sinks,) if of.sinks else ()
         yield ModuleSpec(at, Split.REGION, own, fused=("wq", "wk", "wv"))
         for name, outputs in (("wq", q_width), ("wk", kv_width), ("wv", kv_width)):
-            yield _linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init, bias=of.qkv_bias)
-        yield _linear(f"{at}.wo", dim, q_width, Split.ROW, self.deep, bias=of.output_bias)
+            yield linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init, bias=of.qkv_bias)
+        yield linear(f"{at}.wo", dim, q_width, Split.ROW, self.deep, bias=of.output_bias)
         if of.qk_norm == "learned":
             yield _norm(f"{at}.q_norm", width, Split.HEAD_NORM)
             yield _norm(f"{at}.k_norm", width, Split.HEAD_NORM)
@@ -318,24 +318,24 @@ class PreNormBlock:
         of_input = "wq" if of.q_lora_rank is None else "wq_a"
         yield ModuleSpec(at, Split.REGION, fused=(of_input, "wkv_a"))
         if of.q_lora_rank is None:
-            yield _linear(f"{at}.wq", q_width, dim, Split.COLUMN, self.init)
+            yield linear(f"{at}.wq", q_width, dim, Split.COLUMN, self.init)
         else:
-            yield _linear(f"{at}.wq_a", of.q_lora_rank, dim, Split.WHOLE, self.init)
+            yield linear(f"{at}.wq_a", of.q_lora_rank, dim, Split.WHOLE, self.init)
             yield _norm(f"{at}.q_norm", of.q_lora_rank, Split.WHOLE)
-            yield _linear(f"{at}.wq_b", q_width, of.q_lora_rank, Split.COLUMN, self.init)
-        yield _linear(f"{at}.wkv_a", down, dim, Split.WHOLE, self.init)
+            yield linear(f"{at}.wq_b", q_width, of.q_lora_rank, Split.COLUMN, self.init)
+        yield linear(f"{at}.wkv_a", down, dim, Split.WHOLE, self.init)
         yield _norm(f"{at}.kv_norm", rank, Split.WHOLE)
-        yield _linear(f"{at}.wkv_b", up, rank, Split.COLUMN, self.init)
-        yield _linear(f"{at}.wo", dim, heads * of.v_head_dim, Split.ROW, self.deep)
+        yield linear(f"{at}.wkv_b", up, rank, Split.COLUMN, self.init)
+        yield linear(f"{at}.wo", dim, heads * of.v_head_dim, Split.ROW, self.deep)
 
     def _feed_forward(
         self, at: str, hidden: int, region: Split = Split.REGION
     ) -> Iterator[ModuleSpec]:
         dim = self.config.dim
         yield ModuleSpec(at, region)
-        yield _linear(f"{at}.w1", hidden, dim, Split.COLUMN, self.init)
-        yield _linear(f"{at}.w2", dim, hidden, Split.ROW, self.deep)
-        yield _linear(f"{at}.w3", hidden, dim, Split.COLUMN, self.deep)
+        yield linear(f"{at}.w1", hidden, dim, Split.COLUMN, self.init)
+        yield linear(f"{at}.w2", dim, hidden, Split.ROW, self.deep)
+        yield linear(f"{at}.w3", hidden, dim, Split.COLUMN, self.deep)
 
     def _mixture(self) -> Iterator[ModuleSpec]:
         of = self.config.moe
@@ -346,7 +346,7 @@ class PreNormBlock:
         stack = f"{at}.experts"
         balance = TensorSpec(self.prefix + BALANCE_BIAS, at, (experts,), Split.MIXTURE, ZEROS)
         yield ModuleSpec(at, Split.MIXTURE, (balance,) if of.balance_coeff else ())
-        yield _linear(f"{at}.router", experts, dim, Split.ROUTER, self.init, bias=of.router_bias)
+        yield linear(f"{at}.router", experts, dim, Split.ROUTER, self.init, bias=of.router_bias)
         shapes = {
             1: (hidden, dim, Split.COLUMN, self.init),
             2: (dim, hidden, Split.ROW, self.deep),
@@ -371,9 +371,10 @@ def _linear_init(depth: int = 1) -> Init:
     return Init(0.02 / math.sqrt(depth), cut=2.0)
 
 
-def _linear(
+def linear(
     name: str, outputs: int, inputs: int, split: Split, init: Init, *, bias: bool = False
 ) -> ModuleSpec:
+    """A linear, whose bias begins with zeros."""
     weight = TensorSpec(f"{name}.weight", name, (outputs, inputs), split, init, is_matrix=True)
     of_bias = TensorSpec(f"{name}.bias", name, (outputs,), split, ZEROS)
     return ModuleSpec(name, split, (weight, of_bias) if bias else (weight,))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from harness.contrib.flux.config import FluxConfig, flux_of
 from harness.model.accounting import Accounting
 from harness.model.architecture import Architecture, changed
-from harness.model.spec import ONES, ZEROS, Init, ModuleSpec, Split, TensorSpec, tensors
+from harness.model.spec import ONES, ZEROS, Init, ModuleSpec, Split, TensorSpec, linear, tensors
 from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
@@ -207,9 +207,7 @@ def _linear(
 ) -> ModuleSpec:
     """A linear whose initial values are 0, or normal with Glorot's standard deviation."""
     init = ZEROS if zero else Init(math.sqrt(2 / (inputs + outputs)))
-    weight = TensorSpec(f"{name}.weight", name, (outputs, inputs), split, init, is_matrix=True)
-    of_bias = TensorSpec(f"{name}.bias", name, (outputs,), split, ZEROS)
-    return ModuleSpec(name, split, (weight, of_bias) if bias else (weight,))
+    return linear(name, outputs, inputs, split, init, bias=bias)
 
 
 def rows_of(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> int:

@@ -5,6 +5,7 @@ import itertools
 import math
 import textwrap
 import time
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,9 +185,7 @@ def generate(
         )
         if mine and model.mesh.rank("tp") == 0 and model.mesh.rank("cp") == 0:
             own |= zip(mine, as_bytes(autoencoder.decode(latents)), strict=True)
-    pictures = dict[int, np.ndarray]()
-    for part in model.ranks.gather(own):
-        pictures |= part
+    pictures = ChainMap(*model.ranks.gather(own))
     listed = []
     for number, prompt in enumerate(prompts):
         file = Path(config.output) / f"{number:03}.png"

@@ -1,5 +1,7 @@
 """The sample sheet of a validation: pictures of held-out captions, in one PNG file."""
 
+from collections import ChainMap
+
 import numpy as np
 
 from harness.contrib.flux.config import SamplingConfig, flow_of, flux_of, sheet_of
@@ -56,9 +58,7 @@ class SampleSheet(Periodic):
         own = dict[int, np.ndarray]()
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:
             own |= zip(numbers, as_bytes(self._autoencoder.decode(latents)), strict=True)
-        pictures = dict[int, np.ndarray]()
-        for found in self.run.ranks.gather(own):
-            pictures |= found
+        pictures = ChainMap(*self.run.ranks.gather(own))
         shown = sorted(pictures)[:count]
         path = self._folder / f"step-{step}.png"
         if self.run.ranks.rank == 0:
