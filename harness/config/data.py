@@ -19,7 +19,14 @@ from harness.config.data_kinds import (
     resolve_each,
     source_config,
 )
-from harness.config.fields import Switch, execution, label, numerics
+from harness.config.fields import (
+    Switch,
+    added_execution,
+    added_numerics,
+    execution,
+    label,
+    numerics,
+)
 from harness.config.registry import Registry, load_attribute
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
@@ -48,7 +55,7 @@ class DataConfig:
     """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library),
     `chat` (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or
     `mixture` (several of these). Packages can add others."""
-    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    options: dict[str, Any] = added_numerics(factory=dict)
     """Options of a kind that another package has added."""
     paths: list[str] = numerics(factory=list)
     """local, chat: globs of the training files, relative to the working directory. `**` matches any
@@ -65,10 +72,10 @@ class DataConfig:
     `auto` (by name and first bytes)."""
     text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
-    dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
+    dtype: str | None = added_numerics(None, choices=TOKEN_DTYPES)
     """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at
     most 65,536 tokens, else uint32."""
-    boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
+    boundaries: str = added_numerics("auto", choices=BOUNDARIES)
     """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each
     begins with it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked),
     or `auto`: the files' index; without one `bos` or `eos`, as the format has it."""
@@ -88,10 +95,10 @@ class DataConfig:
     streaming: bool = numerics(False)
     """hub: read over the network while training instead of downloading and tokenizing first. The
     shards of the dataset are dealt to the rows of the global batch."""
-    workers: int = execution(1, least=0, id_omits_default=True)
+    workers: int = added_execution(1, least=0)
     """hub with streaming: processes of each rank that read and tokenize ahead, at most one for each
     of its rows of the global batch; 0 reads in the rank itself. The samples are the same."""
-    shuffle_buffer: int = numerics(1000, least=1, id_omits_default=True)
+    shuffle_buffer: int = added_numerics(1000, least=1)
     """hub with streaming and shuffle: documents of a row that are shuffled together."""
     data_files: list[str] = numerics(factory=list)
     """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
@@ -99,28 +106,28 @@ class DataConfig:
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform
     between 0 and twice this, so samples have different numbers of valid labels; at least one label
     stays valid."""
-    messages_field: str = numerics("messages", nonempty=True, id_omits_default=True)
+    messages_field: str = added_numerics("messages", nonempty=True)
     """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and
     `content`, or ShareGPT's `from` and `value`. Tools are in the field `tools`."""
-    chat_template: str | None = numerics(None, id_omits_default=True)
+    chat_template: str | None = added_numerics(None)
     """chat: `chatml`, `plain`, or the path of a Jinja template. Null takes the template of the
     tokenizer's repository: chat_template.jinja or tokenizer_config.json."""
-    chat_template_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    chat_template_options: dict[str, Any] = added_numerics(factory=dict)
     """chat: more variables for the template, such as `enable_thinking: false`."""
-    chat_date: str | None = numerics(None, id_omits_default=True)
+    chat_date: str | None = added_numerics(None)
     """chat: today's date for templates that write it into the system prompt, such as 2026-01-31."""
-    train_on: str = numerics("all", choices=TRAIN_ON, id_omits_default=True)
+    train_on: str = added_numerics("all", choices=TRAIN_ON)
     """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each
     conversation."""
-    sources: dict[str, DataConfig] = numerics(factory=dict, id_omits_default=True)
+    sources: dict[str, DataConfig] = added_numerics(factory=dict)
     """mixture: the sources by name, each with the fields of `data`."""
-    weights: dict[str, float] = numerics(factory=dict, least=0, id_omits_default=True)
+    weights: dict[str, float] = added_numerics(factory=dict, least=0)
     """mixture: share of each source in the samples, by name. Only the ratio of the weights counts,
     so they can be numbers of tokens. A source that is not named has weight 0."""
-    epochs: dict[str, float] = numerics(factory=dict, above=0, id_omits_default=True)
+    epochs: dict[str, float] = added_numerics(factory=dict, above=0)
     """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this
     times its samples per epoch, so only the ratio of the epochs counts."""
-    weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
+    weight_changes: list[dict[str, float]] = added_numerics(factory=list)
     """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`. The steps
     are those without any batch left out (`leave_out`, `debug.spikes=rewind`): weights belong to the
     data."""
@@ -133,7 +140,7 @@ class DataConfig:
     """Read the packed samples in a random order, a different one in every epoch. In a stream,
     shuffle the shards and `shuffle_buffer` documents at a time instead. Validation is never
     shuffled."""
-    leave_out: list[int] = numerics(factory=list, least=1, id_omits_default=True)
+    leave_out: list[int] = added_numerics(factory=list, least=1)
     """Numbers of batches that no step reads, from 1: those around a spike of the loss. Step k reads
     the k-th of the others. `checkpoint.allow_changed=[data.leave_out]` goes on from a checkpoint
     before them."""

@@ -141,6 +141,10 @@ numerics = functools.partial(_field, NUMERICS)
 """A field that changes the results."""
 execution = functools.partial(_field, EXECUTION)
 """A field that changes only how the results are computed."""
+added_numerics = functools.partial(numerics, id_omits_default=True)
+"""A field that changes the results, added since jobs were published."""
+added_execution = functools.partial(execution, id_omits_default=True)
+"""The same of a field that changes only how the results are computed."""
 label = functools.partial(_field, LABEL)
 """A field that changes neither: names, paths, verbosity."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 from harness.config.fields import (
     NUMERICS,
     Switch,
+    added_numerics,
     from_dict,
     label,
     leaves,
@@ -278,7 +279,7 @@ class MoEConfig:
     balance_coeff: float = numerics(0.0, least=0)
     """Amount by which every expert's balancing bias moves towards the mean load after each step; the bias is
     used for the choice only (arXiv:2408.15664). 0: no biases."""
-    z_loss_coeff: float = numerics(0.0, least=0, id_omits_default=True, needs=EXPERTS)
+    z_loss_coeff: float = added_numerics(0.0, least=0, needs=EXPERTS)
     """Coefficient of log(Z)^2 of each layer's router, where Z is the sum of a token's exponentiated logits
     (ST-MoE, arXiv:2202.08906, equation 5: 1e-3). It is a mean over the tokens of a sequence, then over
     the sequences of the global batch. It changes gradients and is not part of the logged loss. 0: none."""
@@ -366,13 +367,12 @@ class MupConfig:
     """The maximal update parametrization (muP, arXiv:2203.03466): the best learning rate does not depend on
     the width. Hyperparameters are those of a base model, which differs in its widths only."""
 
-    base_dim: int | None = numerics(None, least=1, id_omits_default=True)
+    base_dim: int | None = added_numerics(None, least=1)
     """Width of the base model's residual stream; null: the standard parametrization. At the base model's
     widths both parametrizations are the same."""
-    base_widths: dict[str, int] = numerics(
+    base_widths: dict[str, int] = added_numerics(
         factory=dict,
         least=1,
-        id_omits_default=True,
         needs=Switch("model.mup.base_dim", "model.mup.base_dim=WIDTH"),
     )
     """Widths of the base model that are not proportional to base_dim: {head_dim: 32, ffn_hidden_dim: 512}.
@@ -440,7 +440,7 @@ class ModelConfig:
     """Name of the model: the name of its file under conf/model."""
     path: str | None = label(None)
     """With model=from_config: the config.json to read, or its folder."""
-    architecture: str = numerics("decoder", choices=ARCHITECTURES, id_omits_default=True)
+    architecture: str = added_numerics("decoder", choices=ARCHITECTURES)
     """Kind of model; packages can add others."""
     family: str = label("llama", choices=FAMILIES)
     """Family of checkpoints to exchange with, by transformers' name of the model type."""
@@ -461,9 +461,9 @@ class ModelConfig:
     activation: str = numerics("swiglu", choices=ACTIVATIONS)
     """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped``
     (GPT-OSS)."""
-    block: str = numerics("pre_norm", choices=BLOCKS, id_omits_default=True)
+    block: str = added_numerics("pre_norm", choices=BLOCKS)
     """Kind of the blocks; packages can add others."""
-    block_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    block_options: dict[str, Any] = added_numerics(factory=dict)
     """Options of a kind of blocks that another package has added."""
     norm_eps: float = numerics(1e-5, above=0)
     """Added to the mean square inside RMSNorm."""
@@ -483,7 +483,7 @@ class ModelConfig:
     """Multi-token prediction: one more block, which predicts the token after the next."""
     mup: MupConfig = part(MupConfig)
     """Maximal update parametrization: hyperparameters apply to any width."""
-    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    options: dict[str, Any] = added_numerics(factory=dict)
     """Options of an architecture that another package has added."""
 
     def at_width(

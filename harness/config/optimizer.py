@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from harness.config.fields import Switch, execution, numerics
+from harness.config.fields import Switch, added_numerics, execution, numerics
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError
 
@@ -106,7 +106,7 @@ BETA_RULE = "a running mean in bfloat16 (eight bits) would lose its updates to r
 NEWTON_SCHULZ_STEPS = 5
 """Iterations that orthogonalize an update of Muon (arXiv:2502.16982)."""
 MUON = Switch("optimizer.kind", "optimizer=muon", lambda kinds: "muon" in kinds, "optimizer.kinds")
-muon_numerics = functools.partial(numerics, needs=MUON)
+muon_numerics = functools.partial(added_numerics, needs=MUON)
 BETAS = Switch("optimizer.kind", "optimizer=adamw", reads="optimizer.has_betas")
 EPS = Switch("optimizer.kind", "optimizer=adamw", reads="optimizer.has_eps")
 QK_CLIP = Switch("optimizer.qk_clip", "optimizer.qk_clip=100", lambda tau: tau is not None)
@@ -151,7 +151,7 @@ class OptimizerConfig:
     """AdamW (arXiv:1711.05101), Adam (arXiv:1412.6980), Lion (arXiv:2302.06675), or Muon
     (kellerjordan.github.io/posts/muon) for hidden matrices with AdamW for all other tensors."""
 
-    kind: str = numerics("adamw", choices=KINDS, id_omits_default=True)
+    kind: str = added_numerics("adamw", choices=KINDS)
     """The update rule, or FILE.py:NAME of another. Muon orthogonalizes the updates of hidden
     matrices; AdamW updates embeddings, the output projection, routers, norms and other vectors."""
     lr: float = numerics(8e-4, least=0)
@@ -166,33 +166,31 @@ class OptimizerConfig:
     """Weight decay per step, multiplied by the learning rate; Adam: added to the gradient, as the
     gradient of an L2 penalty. One-dimensional parameters (norm weights, biases) do not decay; a
     group can change that."""
-    groups: list[dict[str, Any]] = numerics(factory=list, id_omits_default=True)
+    groups: list[dict[str, Any]] = added_numerics(factory=list)
     """Settings of the tensors whose name matches a regular expression: [{match: 'layers\\..*\\.wq',
     lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
-    momentum: float = muon_numerics(0.95, least=0, below=1, id_omits_default=True)
+    momentum: float = muon_numerics(0.95, least=0, below=1)
     """Muon: decay of the running mean of gradients, per step (with Nesterov's momentum)."""
-    newton_schulz_dtype: str | None = muon_numerics(
-        None, choices=STATE_DTYPES, id_omits_default=True
-    )
+    newton_schulz_dtype: str | None = muon_numerics(None, choices=STATE_DTYPES)
     """Muon: format of the iterations of Newton-Schulz that orthogonalize an update, float32 or
     bfloat16; null: precision.param_dtype."""
-    lr_scale: str = muon_numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
+    lr_scale: str = muon_numerics("match_rms_adamw", choices=LR_SCALES)
     """Muon: factor of the learning rate for a matrix [outputs, inputs]. original:
     sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which
     AdamW's learning rate and weight decay apply (arXiv:2502.16982, section 2.2)."""
-    ema_decay: float = numerics(0.0, least=0, below=1, id_omits_default=True)
+    ema_decay: float = added_numerics(0.0, least=0, below=1)
     """Decay per step of an exponential moving average of the weights, in float32; 0: none. It is
     saved with the optimizer's state. ``ema=true`` makes harness generate and harness evaluate use
     it, and ``convert.ema=true`` exports it."""
-    qk_clip: float | None = numerics(None, above=0, id_omits_default=True)
+    qk_clip: float | None = added_numerics(None, above=0)
     """QK-clip (Kimi K2, arXiv:2507.20534, section 2.1), with any optimizer: a head of attention
     whose largest logit in the step's batch exceeds this, for example 100, gets queries and keys
     scaled by it over that logit, after the update. null: none. Logits are measured by one more
     forward pass over the batch, without gradients: about a third of the products of a step."""
-    qk_clip_interval: int = numerics(1, least=1, needs=QK_CLIP, id_omits_default=True)
+    qk_clip_interval: int = added_numerics(1, least=1, needs=QK_CLIP)
     """Steps between two clips, each of which costs that forward pass. Logits grow slowly: 10 costs
     about 3 % of a step's products in place of a third."""
-    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    options: dict[str, Any] = added_numerics(factory=dict)
     """Options of a kind that another package has added."""
     state_dtype: str | None = numerics(None, choices=(*STATE_DTYPES, EIGHT_BIT))
     """Format of the running means: float32, bfloat16, or, for AdamW and Adam, 8bit
@@ -278,17 +276,17 @@ class ScheduleConfig:
     warm-up."""
     decay_type: str = numerics("linear", choices=DECAYS, needs=DECAY)
     """Shape of the decay: linear, sqrt (1 - sqrt), cosine, or FILE.py:NAME of another."""
-    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    options: dict[str, Any] = added_numerics(factory=dict)
     """Options of a shape that another package has added."""
     min_lr_factor: float = numerics(0.0, least=0, most=1, needs=DECAY)
     """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
-    total_steps: int | None = numerics(None, least=1, id_omits_default=True)
+    total_steps: int | None = added_numerics(None, least=1)
     """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the
     learning rates of a run of total_steps."""
-    batch_size: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
+    batch_size: list[dict[str, int]] = added_numerics(factory=list)
     """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}].
     At most that many; each at least the data-parallel ranks."""
-    seq_len: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
+    seq_len: list[dict[str, int]] = added_numerics(factory=list)
     """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each
     length divides training.seq_len."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, gcd, lcm, prod
 
-from harness.config.fields import Switch, execution
+from harness.config.fields import Switch, added_execution, execution
 from harness.config.model import ModelConfig
 from harness.config.pipeline import SCHEDULES, CsvSchedule, check_pipeline, read_csv_schedule
 from harness.util.errors import ConfigError, divisors
@@ -70,7 +70,7 @@ class ParallelismConfig:
     expert_tensor_parallel: bool = execution(False, needs=TENSOR)
     """With tp: split every expert over the tensor-parallel ranks, like a dense feed-forward. Otherwise each
     of these ranks routes its part of the sequence to unsplit experts."""
-    ep_capacity: float | None = execution(None, least=1, id_omits_default=True, needs=EXPERT_RANKS)
+    ep_capacity: float | None = added_execution(None, least=1, needs=EXPERT_RANKS)
     """With ep: fixed number of rows that a rank sends to each rank of experts, as a multiple of an even share
     of its rows (tokens of a microbatch x top_k / ep). 1.25: room for a quarter more than an even share. The
     host then never waits for their number. A step with more rows ends the run, and its update is not
@@ -98,12 +98,10 @@ class ParallelismConfig:
     reshard_after_forward: str = execution("default", choices=RESHARD)
     """Free gathered parameters, or copies of them in param_dtype, after forward: always, never, or default
     (those that are gathered, without a pipeline)."""
-    fsdp_prefetch: int = execution(1, least=1, id_omits_default=True, needs=SHARDS)
+    fsdp_prefetch: int = added_execution(1, least=1, needs=SHARDS)
     """Blocks whose parameters FSDP gathers ahead, in forward and in backward. More hide gathers that take
     longer than a block computes, and take the memory of their parameters."""
-    fsdp_buffers: str = execution(
-        "default", choices=FSDP_BUFFERS, id_omits_default=True, needs=SHARDS
-    )
+    fsdp_buffers: str = added_execution("default", choices=FSDP_BUFFERS, needs=SHARDS)
     """Memory that FSDP's collectives use: of torch's allocator (default); registered with NCCL, for transfers
     without copies; or symmetric, for the GPU's copy engines on one node."""
     cpu_offload: bool = execution(False)

@@ -11,7 +11,15 @@ from typing import Any
 
 from harness.config.data import DataConfig, ValidationSet
 from harness.config.data_kinds import resolve_each
-from harness.config.fields import LARGEST_INTEGER, Switch, execution, label, numerics
+from harness.config.fields import (
+    LARGEST_INTEGER,
+    Switch,
+    added_execution,
+    added_numerics,
+    execution,
+    label,
+    numerics,
+)
 from harness.config.model import EXPERTS, ROUTED
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError
@@ -195,7 +203,7 @@ class TrainingConfig:
 
     steps: int | None = numerics(None, least=1)
     """Optimizer steps; null: as many as training.tokens needs, or 100."""
-    tokens: int | float | str | None = numerics(None, id_omits_default=True)
+    tokens: int | float | str | None = added_numerics(None)
     """Tokens to train, in place of training.steps: a number, also with K, M, B or T, like 20B. The run ends
     with the first step that reaches it. Resolving the job sets training.steps, and tokens to null."""
     seq_len: int = numerics(2048, least=1)
@@ -214,7 +222,7 @@ class TrainingConfig:
     loss_chunks: int = execution(1, least=1)
     """Chunks in which output projection and loss are computed, so that all logits are never in
     memory."""
-    z_loss: float = numerics(0.0, least=0, id_omits_default=True)
+    z_loss: float = added_numerics(0.0, least=0)
     """Coefficient of the mean over tokens of log(Z)^2, where Z is the softmax's normalizer (PaLM,
     arXiv:2204.02311, section 5: 1e-4). It keeps logits near 0. It changes gradients and is not part of
     the logged loss. The output projection then computes the loss, as with loss_chunks. 0: none."""
@@ -227,17 +235,17 @@ class TrainingConfig:
     """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over
     concatenated documents). All compute the same. The last two need a GPU, and skip the masked
     blocks between documents. flex needs a head dimension of at least 16."""
-    flash: str = execution("default", choices=FLASH, id_omits_default=True)
+    flash: str = added_execution("default", choices=FLASH)
     """Flash attention of sdpa, varlen and the ring: torch's (default; sdpa prefers cuDNN's); FA3, of package
     flash_attn_interface, for Hopper; or FA4, of flash_attn.cute, for Hopper and Blackwell."""
-    objective_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    objective_options: dict[str, Any] = added_numerics(factory=dict)
     """Options of the objective, for an architecture that another package has added."""
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to
     collect."""
     observers: list[str] = label(factory=list, choices=OBSERVERS)
     """More observers of the loop, by name or as FILE.py:NAME. Packages can add observers."""
-    observer_digests: list[str] = numerics(factory=list, id_omits_default=True)
+    observer_digests: list[str] = added_numerics(factory=list)
     """Digests of the files of observers, which resolving the job sets."""
 
     @property
@@ -373,21 +381,19 @@ class DebugConfig:
     non_finite: str = numerics("stop", choices=NON_FINITE)
     """If the loss or gradient norm is not finite: stop the run, or skip the update, at most ten in a row.
     Evidence is saved."""
-    spikes: str = numerics("off", choices=SPIKES, id_omits_default=True)
+    spikes: str = added_numerics("off", choices=SPIKES)
     """What follows a spike, a step whose loss or gradient norm is far above the steps before. log: a row with
     its z-scores. skip: its update is skipped too, at most ten in a row. rewind: the run goes back to its
     newest checkpoint, and leaves out the step's batch for ever. skip and rewind save evidence."""
-    spike_zscore: float = numerics(6.0, above=0, id_omits_default=True, needs=FINDS_SPIKES)
+    spike_zscore: float = added_numerics(6.0, above=0, needs=FINDS_SPIKES)
     """A spike exceeds the median of `spike_window` steps by so many robust standard deviations: 1.4826 times
     the median distance from the median. OLMo's SkipStepOptimizer takes 6, and 128 steps."""
-    spike_window: int = numerics(128, least=4, id_omits_default=True, needs=FINDS_SPIKES)
+    spike_window: int = added_numerics(128, least=4, needs=FINDS_SPIKES)
     """Steps that a step is compared with, up to the second before it. Spikes are not among them. The first
     half of the window has no verdict."""
-    spike_batches: int = numerics(1, least=1, id_omits_default=True, needs=REWINDS)
+    spike_batches: int = added_numerics(1, least=1, needs=REWINDS)
     """rewind: batches to leave out, of which the spike's is the last; those before the checkpoint stay."""
-    routing: str | None = numerics(
-        None, choices=ROUTINGS, id_omits_default=True, needs=(EXPERTS, ROUTED)
-    )
+    routing: str | None = added_numerics(None, choices=ROUTINGS, needs=(EXPERTS, ROUTED))
     """Experts that tokens go to, regardless of scores, to measure uneven loads: uniform (any, at
     random); zipf (the n-th with a weight of 1/n); one_hot (all to the first one, their other choices
     are uniform); drifting (zipf, with the next expert as the first after each step). They depend on
@@ -419,22 +425,22 @@ class ScaleConfig:
     to their defaults: the run is the same as one with its fields set by hand.
     """
 
-    parameters: int | float | str | None = numerics(None, id_omits_default=True)
+    parameters: int | float | str | None = added_numerics(None)
     """Resize the model to about this many parameters, like 300M, and keep its proportions: width of heads,
     query heads per key head, and the ratios of all other widths and of depth to width."""
-    tokens_per_parameter: float | None = numerics(None, least=1e-3, most=1e9, id_omits_default=True)
+    tokens_per_parameter: float | None = added_numerics(None, least=1e-3, most=1e9)
     """Train this many tokens for each parameter (about 20: arXiv:2203.15556), in place of
     training.tokens. With flops: also choose the model's size, so that both are met."""
-    flops: float | None = numerics(None, above=0, id_omits_default=True)
+    flops: float | None = added_numerics(None, above=0)
     """Train as many tokens as this compute allows: tokens x FLOPs per token, with full attention, as MFU
     counts it; about 6 x parameters x tokens."""
-    counted: str = numerics("non_embedding", choices=COUNTED, id_omits_default=True)
+    counted: str = added_numerics("non_embedding", choices=COUNTED)
     """Parameters that count: non_embedding (without the tables of vocabulary), all, or active (those of
     non_embedding that one token uses, for mixtures of experts)."""
-    hyperparameters: str = numerics("none", choices=HYPERPARAMETERS, id_omits_default=True)
+    hyperparameters: str = added_numerics("none", choices=HYPERPARAMETERS)
     """Rule that sets optimizer.lr and training.global_batch_size: step_law (arXiv:2503.04715), fitted with
     60M to 1B parameters; the batch is rounded to a power of two of sequences."""
-    warmup_ratio: float | None = numerics(None, least=0, most=1, id_omits_default=True)
+    warmup_ratio: float | None = added_numerics(None, least=0, most=1)
     """Set schedule.warmup_steps to this fraction of the steps."""
 
 
@@ -460,12 +466,10 @@ class CompileConfig:
     """What is compiled: blocks, loss, or both."""
     backend: str = execution("inductor", needs=COMPILE)
     """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
-    cuda_graphs: bool = execution(False, id_omits_default=True)
+    cuda_graphs: bool = added_execution(False)
     """Capture the passes of a step in one CUDA graph and its update in another, which the host launches in
     place of their kernels; with or without compiled components."""
-    mode: str = execution(
-        "default", choices=TUNING, id_omits_default=True, needs=(COMPILE, INDUCTOR)
-    )
+    mode: str = added_execution("default", choices=TUNING, needs=(COMPILE, INDUCTOR))
     """What inductor tunes on the GPU in the first step: default, little; coordinate-descent, its Triton
     kernels; max-autotune-no-cudagraphs, also matrix products, which Triton may then compute."""
 
