@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from harness.config.job import Job
-from harness.config.pipeline import num_stages, stages_of_rank
+from harness.config.pipeline import num_stages, read_csv_schedule, stages_of_rank
 from harness.model.part import ModelPart
 from harness.parallelism.fsdp import parameter_groups
 from harness.parallelism.mesh import Mesh
@@ -123,9 +123,12 @@ def build_schedule(
         "loss_fn": loss_of,
         "scale_grads": False,
     }
-    if from_file := layout.csv_schedule:
+    if layout.pp_schedule_csv is not None:
         schedule = _PipelineScheduleRuntime(stages, **common)
-        if from_file.digest != layout.pp_schedule_csv_digest:
+        if (
+            read_csv_schedule(layout.pp_schedule_csv, layout.pp).digest
+            != layout.pp_schedule_csv_digest
+        ):
             raise UserError(
                 f"parallelism.pp_schedule_csv={layout.pp_schedule_csv}: the file changed after the job was "
                 "composed; would work: the original file, or composing the job again"

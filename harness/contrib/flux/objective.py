@@ -47,12 +47,16 @@ class ImageBatch(NamedTuple):
     numbers_B: Tensor
     """Number of each row's sample, ``step * global_batch_size + row``: noise and times are
     functions of the seed and this number. int64, always in host memory."""
-    sources_B = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Number of rows, and tokens of each."""
         return len(self.mean_BCHW), self.text_BLD.shape[1] + self.image_tokens
+
+    @property
+    def sources_B(self) -> None:
+        """Pictures come from one source."""
+        return None
 
     @property
     def image_tokens(self) -> int:
