@@ -58,7 +58,7 @@ def lost_ranks(folder: RunFolder, dead: Sequence[tuple[int, RankDied]]) -> tuple
     if cause["kind"] == "node" and cause["rank"] is not None:
         return [cause["rank"]], cause["message"].splitlines()[0]
     if "absent_ranks" in cause:
-        return cause["absent_ranks"], "they did not reach a collective"
+        return cause["absent_ranks"], "never came to a collective"
     ended = {rank: died.how for rank, died in dead if died.is_from_outside}
     if cause["rank"] not in ended:
         return [], ""
