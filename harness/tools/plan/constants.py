@@ -236,3 +236,7 @@ class Calibration:
     def write(self, path: str) -> None:
         """Write the calibration as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+DEFAULTS = Calibration(Constants())
+"""Constants that were fitted to published runs."""

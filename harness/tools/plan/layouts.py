@@ -73,7 +73,7 @@ def _find(full: Plan, nodes: int, ranks: int) -> Layout:
 def _simplest(space: Space) -> Job:
     """The legal point with the fewest axes that is most like the full layout."""
     base = space.base
-    found = Search(space, 1, None, 0.0)
+    found = Search(space, 1)
     points = list(chain.from_iterable(found.legal_groups()))
 
     def unlike(point: LayoutPoint) -> tuple[Any, ...]:

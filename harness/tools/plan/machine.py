@@ -9,6 +9,7 @@ from harness.config.job import Job
 from harness.config.parallelism import AXES
 from harness.tools.plan.constants import (
     ACHIEVED,
+    DEFAULTS,
     HGX,
     OTHER,
     Achieved,
@@ -207,7 +208,7 @@ def device_of(job: Job) -> Accelerator | None:
     return None if on_cpu(job) else job.cluster.gpu
 
 
-def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
+def machine_of(job: Job, calibration: Calibration = DEFAULTS) -> Machine | None:
     """Return the hardware of a job; None if the device, or the network that its ranks need, is unknown."""
     device = device_of(job)
     cluster = job.cluster
@@ -215,15 +216,14 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
     gbps = cluster.network_gbps
     if device is None or (gbps is None and job.world_size > linked):
         return None
-    known = calibration or Calibration(Constants())
     return Machine(
         device,
-        known.constants,
+        calibration.constants,
         (gbps or 0.0) * 1e9 / 8,
         linked,
         job.world_size,
         board=cluster.ranks_per_node or linked,
-        software=known.software,
+        software=calibration.software,
     )
 
 

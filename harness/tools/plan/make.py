@@ -13,7 +13,7 @@ from harness.model.accounting import account
 from harness.model.architecture import context_methods, method_in_words
 from harness.precision.linears import warning_of_eager
 from harness.tools.plan.config import PlanJob
-from harness.tools.plan.constants import Calibration, Constants, Software
+from harness.tools.plan.constants import DEFAULTS, Calibration, Constants
 from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.loads import known_imbalance, rows_by_rank
 from harness.tools.plan.machine import Machine, device_of, machine_of
@@ -34,12 +34,11 @@ PRIOR = 0.25
 NOISE = 0.02
 
 
-def calibration_of(job: PlanJob) -> Calibration | None:
-    """Return the constants to plan with, and measured loads of experts; None for the defaults."""
-    known = None if job.calibration is None else Calibration.read(job.calibration)
+def calibration_of(job: PlanJob) -> Calibration:
+    """Return the constants to plan with, and measured loads of experts."""
+    known = DEFAULTS if job.calibration is None else Calibration.read(job.calibration)
     if job.expert_imbalance is None:
         return known
-    known = known or Calibration(Constants())
     return replace(known, software=replace(known.software, expert_imbalance=job.expert_imbalance))
 
 
@@ -51,11 +50,11 @@ def make_plan(
     ``memory`` is that of its pipeline ranks, if it is known.
     """
     device = device_of(job)
-    machine = machine_of(job, calibration)
-    software = Software() if calibration is None else calibration.software
+    known = calibration or DEFAULTS
+    machine = machine_of(job, known)
     if memory is None:
-        memory = rank_memory(job, software)
-    imbalance = known_imbalance(job, software)
+        memory = rank_memory(job, known.software)
+    imbalance = known_imbalance(job, known.software)
     notes = _notes(job, imbalance)
     speed = None
     traffic = list[Traffic]()
@@ -78,7 +77,7 @@ def make_plan(
         accelerator=device,
         notes=notes,
         phases=_phases(job, machine),
-        is_calibrated=calibration is not None and calibration.source != "",
+        is_calibrated=known.source != "",
     )
 
 
@@ -119,7 +118,7 @@ def _notes(job: Job, imbalance: float | None) -> list[str]:
     return notes if casts is None else [*notes, casts]
 
 
-def faster_method(plan: Plan, calibration: Calibration | None) -> str | None:
+def faster_method(plan: Plan, calibration: Calibration) -> str | None:
     """Name another method of context parallel with which the job is faster by more than the plan's error."""
     job = plan.job
     if job.parallelism.cp == 1 or plan.speed is None:

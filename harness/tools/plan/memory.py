@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from harness.config.job import Job
 from harness.config.optimizer import EIGHT_BIT
-from harness.tools.plan.constants import Software
+from harness.tools.plan.constants import DEFAULTS, Software
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import on_cpu
 from harness.tools.plan.memory_parts import ActivationBytes
@@ -52,12 +52,12 @@ STAGES_GATHERED = 3
 """A pipeline schedule keeps the gathered parameters of at most this many of a rank's stages."""
 
 
-def rank_memory(job: Job, software: Software | None = None) -> list[RankMemory]:
+def rank_memory(job: Job, software: Software = DEFAULTS.software) -> list[RankMemory]:
     """Compute the memory of every pipeline rank at its peak."""
     return list(ranks_in_turn(job, software))
 
 
-def ranks_in_turn(job: Job, software: Software | None) -> Iterator[RankMemory]:
+def ranks_in_turn(job: Job, software: Software) -> Iterator[RankMemory]:
     """Yield the memory of one pipeline rank after another: a search stops at the first that does not fit."""
     activations = ActivationBytes(job, software)
     for pp_rank in range(job.parallelism.pp):

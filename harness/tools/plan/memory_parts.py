@@ -19,7 +19,7 @@ from harness.tools.plan.activations import (
     SavedTensor,
     prediction_activations,
 )
-from harness.tools.plan.constants import Software
+from harness.tools.plan.constants import DEFAULTS, Software
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.loads import known_imbalance
 from harness.tools.plan.machine import on_cpu
@@ -53,19 +53,19 @@ class PartBytes:
 class ActivationBytes(Memo):
     """Converts declared activations into bytes for a job."""
 
-    def __init__(self, job: Job, software: Software | None = None) -> None:
+    def __init__(self, job: Job, software: Software = DEFAULTS.software) -> None:
         super().__init__()
         self.job = job
         self.cpu = on_cpu(job)
         layout = job.parallelism
-        self.software = software or Software()
+        self.software = software
         self.offloads = layout.cpu_offload and not self.cpu
         """Whether shards, their gradients and the optimizer's state are in the host's memory."""
         self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
         """Tokens of one microbatch on a rank, before tensor parallel shards them."""
         stream = layout.tp if layout.uses_sequence_parallel else 1
         routed = 1 if layout.splits_experts else stream
-        computed = known_imbalance(job, self.software) or 1.0
+        computed = known_imbalance(job, software) or 1.0
         self.degree = {
             STREAM: stream,
             WHOLE: 1,

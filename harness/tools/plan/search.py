@@ -26,7 +26,7 @@ from harness.metrics.console import progress
 from harness.model.architecture import block_kinds
 from harness.tools.plan.block_cost import Worker
 from harness.tools.plan.collectives import Pass, sharing_of_block
-from harness.tools.plan.constants import Calibration
+from harness.tools.plan.constants import DEFAULTS, Calibration
 from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import make_plan
@@ -78,7 +78,7 @@ def rounded(seconds: float) -> float:
 
 
 def search(
-    space: Space, top: int, calibration: Calibration | None = None, headroom: float = 0.0
+    space: Space, top: int, calibration: Calibration = DEFAULTS, headroom: float = 0.0
 ) -> Search:
     """Find the ``top`` fastest points of a space that leave ``headroom``, a fraction of the usable memory.
 
@@ -112,8 +112,8 @@ class Search:
 
     space: Space
     top: int
-    calibration: Calibration | None
-    headroom: float
+    calibration: Calibration = DEFAULTS
+    headroom: float = 0.0
     fitting: list[Candidate] = field(default_factory=list)
     """All that were planned and fit, the fastest first."""
     best: list[Candidate] = field(default_factory=list)
@@ -354,9 +354,8 @@ class Search:
     ) -> list[RankMemory] | None:
         """The memory of a point's pipeline ranks, or of the first ``ranks``; None if one does not fit."""
         usable = self._usable(job)
-        software = None if self.calibration is None else self.calibration.software
         memories = []
-        for memory in islice(ranks_in_turn(job, software), ranks):
+        for memory in islice(ranks_in_turn(job, self.calibration.software), ranks):
             if memory.peak > usable:
                 shortfall = Shortfall(False, memory.peak - usable, point)
                 self._short[point.family].append(shortfall)

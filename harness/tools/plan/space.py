@@ -184,7 +184,7 @@ class Space:
             base = replace(base, parallelism=replace(base.parallelism, cp_method=None))
         base = with_length(resolve_rest(base))
         if world is not None:
-            return cls(base, world, frozenset(_typed(base, overrides)))
+            return cls(base, world, typed)
         used = prod(max(degree, 1) for degree in base.parallelism.degrees.values())
         cluster = base.cluster
         searched = used if used > 1 else None

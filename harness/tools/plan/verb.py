@@ -53,8 +53,9 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         return _calibrate(Path(job.calibrate), job.calibration, job.cluster)
     if job.search:
         return _search(job, overrides)
-    made = make_plan(job.plain, calibration_of(job))
-    if faster := faster_method(made, calibration_of(job)):
+    calibration = calibration_of(job)
+    made = make_plan(job.plain, calibration)
+    if faster := faster_method(made, calibration):
         made = replace(made, notes=[*made.notes, faster])
     if job.against is not None:
         other = job_against(job, overrides)

@@ -19,7 +19,7 @@ from plans import LLAMA_8B, job_of
 from harness.compose.composer import compose_job
 from harness.model.decoder import Decoder
 from harness.model.kernels import Positions
-from harness.tools.plan.constants import Software
+from harness.tools.plan.constants import DEFAULTS, Software
 from harness.tools.plan.machine import device_of
 from harness.tools.plan.memory import memory_limit, rank_memory
 from harness.tools.plan.memory_parts import ActivationBytes
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 TINY = "model=llama3_tiny data=synthetic tokenizer=bytes checkpoint=disabled cluster.device=cpu"
 
 
-def peak(job, software=None):
+def peak(job, software=DEFAULTS.software):
     return max(rank.peak for rank in rank_memory(job, software=software))
 
 
@@ -95,7 +95,7 @@ def test_outputs_that_a_pipeline_keeps():
 def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks():
     ring = f"{LLAMA_8B} cp=8 training.seq_len=8192 training.local_batch_size=1"
 
-    def late(method, software=None):
+    def late(method, software=DEFAULTS.software):
         return ActivationBytes(job_of(f"{ring} {method}"), software).block(0).late_backward
 
     gathers = late("cp_rotate_method=allgather")
