@@ -104,10 +104,8 @@ def _include_folders() -> list[Path]:
 
 
 def _digest() -> str:
-    digest = hashlib.sha256()
-    for path in [Path(__file__), *sorted(SOURCES.iterdir()), _torch_folder() / "version.py"]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    paths = [Path(__file__), *sorted(SOURCES.iterdir()), _torch_folder() / "version.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def _build(folder: Path) -> None:
@@ -171,9 +169,8 @@ def _symbols(path: Path, which: str) -> set[str]:
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        lines = [
-            line for line in done.stderr.splitlines() if "error" in line
-        ] or done.stderr.splitlines()
-        said = lines[0] if lines else f"exit code {done.returncode}"
+        lines = done.stderr.splitlines()
+        errors = [line for line in lines if "error" in line]
+        said = [*errors, *lines, f"exit code {done.returncode}"][0]
         raise UserError(f"the stand-in for CUDA's libraries cannot be built: {said}")
     return done.stdout

@@ -64,5 +64,5 @@ def ranks_to_rehearse(job: Job, config: RehearseConfig) -> list[int]:
     if config.ranks is not None:
         return list(config.ranks)
     pp = job.parallelism.pp
-    in_stage = job.world_size // job.parallelism.pp
+    in_stage = job.world_size // pp
     return [place * in_stage for place in sorted({0, pp // 2, pp - 1})]

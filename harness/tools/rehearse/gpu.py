@@ -69,8 +69,9 @@ class VirtualGpu:
             device.shared_kib,
             device.count,
         )
-        self._library.virtual_gpu_take(ctypes.c_size_t(device.context_bytes))
-        self._library.virtual_gpu_communicators_take(ctypes.c_size_t(device.communicator_bytes))
+        # Context and communicators take what the plan assumes.
+        self._library.virtual_gpu_take(ctypes.c_size_t(int(CUDA_CONTEXT)))
+        self._library.virtual_gpu_communicators_take(ctypes.c_size_t(int(NCCL_COMMUNICATOR)))
         self._waits: Counter[tuple[str, str]] = Counter()
         # Keep a reference: the library holds only the address.
         self._observer = _OBSERVER(self._observe)
@@ -120,13 +121,20 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
     )
 
 
+def place_in_harness(path: str, line: int | None) -> str:
+    """Return file and line of a place in harness/; empty if it is elsewhere, or in rehearsals."""
+    if not path.startswith(_PACKAGE) or path.startswith(_OWN):
+        return ""
+    return f"{os.path.relpath(path, _PACKAGE)}:{line}"
+
+
 def place_in_code() -> str:
     """Return file and line of the innermost frame in harness/, else of the innermost one elsewhere."""
     innermost = ""
     for frame, line in traceback.walk_stack(sys._getframe()):
         path = frame.f_code.co_filename
-        if path.startswith(_PACKAGE) and not path.startswith(_OWN):
-            return f"{os.path.relpath(path, _PACKAGE)}:{line}"
+        if place := place_in_harness(path, line):
+            return place
         if path != __file__ and not innermost:
             innermost = f"{path.split('site-packages/')[-1]}:{line}"
     return innermost or "no Python code"
@@ -149,14 +157,10 @@ class VirtualDevice:
     shared_kib: int
     count: int
     """Devices of the node."""
-    context_bytes: int
-    """Memory that the process takes before it allocates anything."""
-    communicator_bytes: int
-    """Memory that each communicator takes."""
 
 
 def virtual_device(job: Job) -> VirtualDevice:
-    """Return the device of a job's ranks; context and communicators take what the plan assumes."""
+    """Return the device of a job's ranks."""
     accelerator = job.cluster.gpu or ACCELERATORS[DEFAULT]
     name, capability = CUDA_DEVICES[accelerator.name]
     return VirtualDevice(
@@ -166,6 +170,4 @@ def virtual_device(job: Job) -> VirtualDevice:
         multiprocessors=accelerator.units,
         shared_kib=_SHARED_KIB[capability],
         count=max(1, job.cluster.nodes_for(job.world_size)[1]),
-        context_bytes=int(CUDA_CONTEXT),
-        communicator_bytes=int(NCCL_COMMUNICATOR),
     )

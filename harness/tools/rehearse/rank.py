@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ from harness.tools.rehearse.figures import (
     RehearsalFailure,
     Wait,
 )
-from harness.tools.rehearse.gpu import virtual_device
+from harness.tools.rehearse.gpu import VirtualGpu, place_in_harness, virtual_device
 from harness.train.process import set_environment
-from harness.util import PACKAGE
 from harness.util.lifeline import end_with_parent
 
 CONTROLLER = "HARNESS_REHEARSAL"
@@ -53,8 +53,6 @@ def main(result: Path) -> None:
 
 def rehearse(job: Job, rank: int, steps: int, skew: float) -> RankFigures:
     """Build a rank of the job and run its steps in this process."""
-    from harness.tools.rehearse.gpu import VirtualGpu
-
     device = virtual_device(job)
     gpu = VirtualGpu(device)
     os.environ.update(
@@ -73,16 +71,20 @@ def rehearse(job: Job, rank: int, steps: int, skew: float) -> RankFigures:
     return figures
 
 
+@dataclass
 class Rehearsal:
     """Runs one rank's steps and fills in its figures."""
 
-    def __init__(self, job: Job, gpu: Any, figures: RankFigures, steps: int) -> None:
-        self.job = job
-        self.gpu = gpu
-        self.figures = figures
-        self.steps = steps
-        self.step: int | None = None
-        self.began = self.began_processor = 0.0
+    job: Job
+    gpu: VirtualGpu
+    figures: RankFigures
+    steps: int
+    step: int | None = None
+    """The step that runs, from 0; None before the first one."""
+    began: float = 0.0
+    """When it began, without the time of measurements since."""
+    began_processor: float = 0.0
+    """The same in processor time."""
 
     def run(self, skew: float) -> None:
         """Set up, build and train as ``harness.train.rank`` does."""
@@ -96,9 +98,8 @@ class Rehearsal:
         job = self.job
         figures = self.figures
         if job.compile.cuda_graphs:
-            self.steps = max(
-                self.steps, EAGER_CALLS + 2
-            )  # the last one only replays what was captured
+            # The last one only replays what was captured.
+            self.steps = max(self.steps, EAGER_CALLS + 2)
         store = None if job.world_size == 1 else LoneStore()
         device = pick_device(job)
         set_up_process(job)
@@ -123,7 +124,7 @@ class Rehearsal:
         from harness.train.trainer import Trainer
 
         figures = self.figures
-        memory = self.figures.memory
+        memory = figures.memory
         weights: list[Any] = []
         for part in engine.parts:
             weights += [*part.parameters(), *part.buffers()]
@@ -203,9 +204,8 @@ class Rehearsal:
         figures.communicators = [
             " of ".join(map(str, groups.of(name))) for name in calls.communicators
         ]
-        figures.waits = [
-            Wait(where, what, count) for (what, where), count in calls.waits.most_common()
-        ]
+        for (what, where), count in calls.waits.most_common():
+            figures.waits.append(Wait(where, what, count))
         figures.copies = [Copy(how, *found) for how, found in sorted(calls.copies.items())]
         figures.replays = calls.replays[0]
         figures.replayed = int(calls.replays[1])
@@ -332,14 +332,11 @@ def _failure(error: BaseException, step: int | None) -> RehearsalFailure:
     # torch's pipelines raise their own error from the original one.
     chain = chain_of(error, suppressed=True)
     error = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), error)
-    package = str(PACKAGE)
-    own = str(Path(__file__).parent)
     # Tracebacks of the chained errors lead down to the place of the first one.
     where = "torch"
     for each in chain:
         for frame in traceback.extract_tb(each.__traceback__):
-            if frame.filename.startswith(package) and not frame.filename.startswith(own):
-                where = f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"
+            where = place_in_harness(frame.filename, frame.lineno) or where
     kind = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
     return RehearsalFailure(kind, str(error), where, step)
 
