@@ -15,7 +15,7 @@ from harness.compose.verb import Result
 from harness.config.fields import leaves
 from harness.config.job import Job, differing_numerics
 from harness.metrics.console import progress
-from harness.tools.plan.config import PlanJob
+from harness.tools.plan.config import ALONE, PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import PARTS, Plan, Speed
 from harness.tools.plan.render import as_dict, devices, figure_columns, in_short, mesh_of, part_name
@@ -27,7 +27,7 @@ REASON_CHARS = 120
 VALUE_CHARS = 40
 NEGLIGIBLE = 1e-6
 """Fraction of a step, or of the memory, below which a difference is rounding."""
-ONE_PLAN = ("search", "rehearse", "calibrate", "picture", "against")
+ONE_PLAN = (*ALONE, "picture")
 """Fields that ask for more than a plan."""
 FITS = {None: "unknown", True: "yes", False: "NO"}
 

@@ -240,16 +240,14 @@ def calibrate(
         )
     [device] = devices
     source = f"{plural(len(measured), 'run')} of {folder}, {device}"
-    described = None if cluster is None else cluster.with_device(device)
-    known = [described or one.job.cluster.with_device(device) for one in measured]
     if "CPU" in device:
         rule = "of which the plan has no times; would work: runs on GPUs"
         raise UserError(f"calibrate={folder}: runs are from {device}, {rule}")
-    on_known = [
-        replace(one, job=one.job.on_accelerator_of(own))
-        for one, own in zip(measured, known, strict=True)
-        if own is not None
-    ]
+    described = None if cluster is None else cluster.with_device(device)
+    on_known = []
+    for one in measured:
+        if own := described or one.job.cluster.with_device(device):
+            on_known.append(replace(one, job=one.job.on_accelerator_of(own)))
     if len(on_known) < len(measured):
         raise UserError(
             f"calibrate={folder}: runs are from {device}, which is unknown hardware; would work: a cluster "

@@ -8,6 +8,7 @@ added, except where CUDA's allocator does so (``RankStep.memory``).
 """
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 from harness.config.job import Job
 from harness.config.optimizer import EIGHT_BIT
@@ -137,8 +138,8 @@ class RankStep:
             "runtime": self._rounding(),
             "communication": muon_update(self.job, self.parameters).buffers,
         }
-        kind = max(updating, key=lambda kind: updating[kind])
-        yield plus(always, {"shards": self.gradients, kind: updating[kind]})
+        kind, size = max(updating.items(), key=itemgetter(1))
+        yield plus(always, {"shards": self.gradients, kind: size})
 
     def _always(self) -> Bytes:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""

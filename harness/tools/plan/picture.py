@@ -136,11 +136,11 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     points_wide = _INCHES * 72 * 0.8 / end
     # Edges separate neighbours of one color, and must not hide narrow bars.
-    widths = [action.end - action.start for action in actions]
+    widths = [action.seconds for action in actions]
     edge = min(0.5, 0.08 * median_high(widths) * points_wide)
     for place, row in enumerate(rows):
         held = sorted({action.stage for action in row})
-        bars = [(action.start, action.end - action.start) for action in row]
+        bars = [(action.start, action.seconds) for action in row]
         colors = [_shade(each.kind, held.index(each.stage)) for each in row]
         axis.broken_barh(
             bars,

@@ -58,9 +58,9 @@ class Traffic:
     """Bytes that the rank sends in all of them."""
     link: str
     """``NVLink`` within a node; ``network`` between nodes."""
-    seconds: float | None
-    """Total time; None on unknown hardware."""
-    exposed_seconds: float | None
+    seconds: float
+    """Total time."""
+    exposed_seconds: float
     """Part of it that is not overlapped with compute."""
 
 
@@ -74,6 +74,10 @@ class Action(NamedTuple):
     start: float = 0.0
     """Seconds since the step began."""
     end: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Plan:
     memory_limit: float | None
     """Bytes that a device has for a run; None on unknown hardware."""
     traffic: list[Traffic]
+    """Empty on unknown hardware."""
     speed: Speed | None
     """None on unknown hardware."""
     accelerator: Accelerator | None

@@ -163,8 +163,8 @@ def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
         for second in _smallest_changes(composer, first.plan, [*overrides, *first.overrides]):
             if second.plan.fits and not (second.takes_more or second.offloads):
                 # Of a field that both set, the second value counts.
-                fields = {each.partition("=")[0]: each for each in first.overrides}
-                fields |= {each.partition("=")[0]: each for each in second.overrides}
+                both = [*first.overrides, *second.overrides]
+                fields = {each.partition("=")[0]: each for each in both}
                 found.append(replace(second, overrides=tuple(fields.values())))
     return sorted(found, key=lambda each: each.order)
 

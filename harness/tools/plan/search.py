@@ -31,7 +31,7 @@ from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.memory import memory_limit, ranks_in_turn
-from harness.tools.plan.parameters import BYTES, Memo, parameters_of
+from harness.tools.plan.parameters import BYTES, Memo, groups_of, parameters_of
 from harness.tools.plan.plan import Plan, RankMemory
 from harness.tools.plan.space import Key, LayoutPoint, Space
 from harness.util.errors import ConfigError, UserError
@@ -193,7 +193,7 @@ class Search:
                 "would work: fewer of these fields, or other values"
             )
         self.layouts = len(layouts)
-        groups = list[list[LayoutPoint]]()
+        groups = []
         legal = 0
         for layout in layouts:
             for group in space.groups(*layout):
@@ -339,9 +339,7 @@ class Search:
         size = 2 * held.parameter_bytes + held.optimizer_bytes  # gradients are as large
         if point.pp > 1 and job.fsdp_ranks > 1:
             # A pipeline sums up unsharded gradients.
-            parameters = chain.from_iterable(
-                chain.from_iterable(module.groups.values()) for module in held.held_modules
-            )
+            parameters = chain.from_iterable(groups_of(held.held_modules).values())
             unsharded = sum(tensor.gathered_elements for tensor in parameters)
             size += unsharded * BYTES[job.precision.reduce_dtype]
         lacks = size - self._usable(job)

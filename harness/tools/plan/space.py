@@ -52,7 +52,7 @@ class LayoutPoint(NamedTuple):
     @property
     def degrees(self) -> tuple[int, ...]:
         """Degrees of ``AXES``, in their order."""
-        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
+        return self[:5]
 
     @property
     def complexity(self) -> tuple[int, bool, int]:

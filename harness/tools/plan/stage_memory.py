@@ -31,12 +31,11 @@ IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
 
 def heaviest(moments: Iterable[Bytes], *ignored: str) -> Bytes:
     """The moment with the most bytes, without those of ``ignored`` kinds."""
-    if not ignored:
-        return max(moments, key=lambda moment: sum(moment.values()))
-    return max(
-        moments,
-        key=lambda moment: sum(moment.values()) - sum(moment.get(kind, 0.0) for kind in ignored),
-    )
+
+    def size(moment: Bytes) -> float:
+        return sum(moment.values()) - sum(moment.get(kind, 0.0) for kind in ignored)
+
+    return max(moments, key=size)
 
 
 def kinds_apart(job: Job) -> tuple[str, ...]:

@@ -95,10 +95,16 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
 
     rows = load(folder)
     loads: dict[str, float | None] = {}
+    measured = []
     lines = ""
     for row in rows:
         job = job_of(row)
-        if job is None or not job.model.moe.enabled:
+        if job is None:
+            continue
+        rate = row.get("measured.tokens_per_second_per_rank")
+        if rate is not None:
+            measured.append(Measured(job, rate, row["device"]))
+        if not job.model.moe.enabled:
             continue
         loads[row["point"]] = found = measured_imbalance(row.get("run_dir"))
         source = f"of {row['point']}, parallelism.ep={job.parallelism.ep}"
@@ -106,10 +112,6 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
             lines += f"expert_imbalance is unknown {source}: no row has {COLUMN}*\n"
         else:
             lines += f"expert_imbalance={found:.4g}  {source}: mean of layers, last half of steps\n"
-    rated = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
-    measured = [
-        Measured(job, rate, row["device"]) for job, rate, row in rated if job and rate is not None
-    ]
     try:
         calibration, runs = calibrate(measured, folder, cluster)
     except UserError as error:
