@@ -233,9 +233,10 @@ class Worker:
         tensor_again = self._tensor(self.rows, regions, regions - 1)
         recompute = Pass()
         ac = job.activation_checkpoint
-        if ac.covers(layer) and ac.mode == "memory_budget":
+        mode = ac.mode if ac.covers(layer) else "none"
+        if mode == "memory_budget":
             recompute = Pass(forward.compute * (1 - ac.memory_budget))
-        elif ac.covers(layer) and ac.mode == "selective_op":
+        elif mode == "selective_op":
             kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
             repeated = tensor_again
             computed = (products + casts_of_weights) * (1 - kept) + others
@@ -244,7 +245,7 @@ class Worker:
                 computed += context.compute
             gathers = (each for each in repeated if each.collective == "all_gather")
             recompute = Pass(computed, tuple(gathers))
-        elif ac.covers(layer):
+        elif mode != "none":
             collectives = (*tensor_again, *context.collectives, *experts)
             recompute = Pass(forward.compute, collectives)
         return BlockPasses(

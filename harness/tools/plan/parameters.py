@@ -91,7 +91,7 @@ class HeldModule:
         """Traffic of the optimizer's update, if parameters have 32 bits."""
         self.groups: dict[str, list[HeldTensor]] = {}
         """The parameters by FSDP group."""
-        self.exchanged: list[TensorSpec] = []
+        self.exchanged = []
         """Those whose pieces the optimizer exchanges between ranks."""
         for tensor in tensors:
             spec = tensor.spec

@@ -182,7 +182,8 @@ def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) 
         return None if job.plain == before else job
 
     for changes in kinds_of_change(before):
-        best: Remedy | None = None
+        best = None
+        least = plan.peak
         for change in changes:
             job = composed(change)
             if job is None:
@@ -190,7 +191,8 @@ def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) 
             made = make_plan(job.plain, calibration_of(job))
             if job.parallelism.cpu_offload:
                 made = replace(made, speed=None)
-            if made.fits or made.peak < (plan if best is None else best.plan).peak:
+            if made.fits or made.peak < least:
+                least = made.peak
                 numbers = bool(differing_numerics(before, job.plain))
                 best = Remedy(change, made, numbers, job.world_size > before.world_size)
             if made.fits:

@@ -54,7 +54,7 @@ class StepModel:
         self.worker = Worker(job, machine)
         known: dict[object, tuple[BlockPasses, Sharing]] = {}
         self.blocks = []
-        keys: dict[str, object] = {}
+        keys = {}
         for layer, kind in enumerate(block_kinds(job.model)):
             key = kind, job.activation_checkpoint.covers(layer)
             if key not in known:

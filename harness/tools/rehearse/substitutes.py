@@ -159,15 +159,11 @@ class Zeros(Loader):
 
     def next(self) -> AnyBatch:
         batch = costs_of(self._job.model).fake_batch(self._job, self._rows)
-        if not isinstance(batch, Batch):
+        if self._job.data.attend_across_documents or not isinstance(batch, Batch):
             return batch
-        (rows, length) = batch.shape
-        documents = None
-        if not self._job.data.attend_across_documents:
-            documents = (
-                (torch.arange(length) * DOCUMENTS // length).expand(rows, length).contiguous()
-            )
-        return Batch(batch.inputs_BT, batch.labels_BT, documents)
+        rows, length = batch.shape
+        documents_T = torch.arange(length) * DOCUMENTS // length
+        return batch._replace(documents_BT=documents_T.expand(rows, length).contiguous())
 
     def state_dict(self) -> dict[str, Any]:
         return {}
