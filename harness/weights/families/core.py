@@ -240,6 +240,11 @@ class Nested:
     others: tuple[str, ...]  # prefixes of all other tensors
 
 
+def fixed(theirs: str, value: object) -> ConfigField:
+    """A field of config.json that has one value for all models, which is its default too."""
+    return ConfigField(theirs, value, default=value)
+
+
 def same_fields(
     model: ModelConfig, names: Mapping[str, str], **defaults: object
 ) -> list[ConfigField]:
@@ -280,7 +285,7 @@ def common(
         **defaults,
     }
     fields = same_fields(model, _COMMON, **known)
-    fields.append(ConfigField("hidden_act", "silu", default="silu"))
+    fields.append(fixed("hidden_act", "silu"))
     if not model.attention.is_latent:
         fields.insert(2, ConfigField("head_dim", model.head_width, "head_dim", default=head_dim))
     return fields

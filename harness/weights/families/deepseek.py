@@ -15,6 +15,7 @@ from harness.weights.families.core import (
     TensorSlot,
     common,
     dividing_heads,
+    fixed,
     projections,
     same_fields,
     undetermined,
@@ -62,14 +63,14 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
         *common(model),
         ConfigField("q_lora_rank", rank, "attention.q_lora_rank", default=1536, nullable=True),
         *same_fields(model, _SAME, routed_scaling_factor=1.0, n_group=1, topk_group=1),
-        ConfigField("attention_bias", False, default=False),
+        fixed("attention_bias", False),
         ConfigField(
             "n_shared_experts",
             moe.shared_hidden_dim // max(moe.hidden_dim, 1),
             "moe.shared_hidden_dim",
             to_ours=lambda experts, found: experts * found["moe_intermediate_size"],
         ),
-        ConfigField("moe_layer_freq", 1, default=1),
+        fixed("moe_layer_freq", 1),
     ]
 
 
@@ -86,10 +87,10 @@ def _v2(model: ModelConfig) -> list[ConfigField]:
             default="greedy",
             to_ours=undetermined,
         ),
-        ConfigField("scoring_func", "softmax", default="softmax"),
+        fixed("scoring_func", "softmax"),
         # If true, DeepSeek's code normalizes instead of scaling; transformers' never does.
-        ConfigField("norm_topk_prob", False, default=False),
-        ConfigField("mlp_bias", False, default=False),
+        fixed("norm_topk_prob", False),
+        fixed("mlp_bias", False),
     ]
 
 
@@ -104,8 +105,8 @@ def _v3(model: ModelConfig) -> list[ConfigField]:
         *same_fields(
             model, names, first_k_dense_replace=3, norm_topk_prob=True, rope_interleave=True
         ),
-        ConfigField("topk_method", "noaux_tc", default="noaux_tc"),
-        ConfigField("scoring_func", "sigmoid", default="sigmoid"),
+        fixed("topk_method", "noaux_tc"),
+        fixed("scoring_func", "sigmoid"),
         # Blocks of multi-token prediction that the model does not have are ignored, as by
         # transformers.
         ConfigField(

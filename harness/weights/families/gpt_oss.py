@@ -14,6 +14,7 @@ from harness.weights.families.core import (
     Family,
     TensorSlot,
     common,
+    fixed,
     layer_types,
     layers_in,
     same_fields,
@@ -43,9 +44,9 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
         ConfigField("num_experts_per_tok", moe.top_k, "moe.top_k", alias="experts_per_token"),
         window_field(model, 128),
         layer_types(model, "sliding_attention", "sliding_window", _alternating),
-        ConfigField("attention_bias", True, default=True),
-        ConfigField("swiglu_alpha", _ALPHA, default=_ALPHA),
-        ConfigField("swiglu_limit", _LIMIT, default=_LIMIT),
+        fixed("attention_bias", True),
+        fixed("swiglu_alpha", _ALPHA),
+        fixed("swiglu_limit", _LIMIT),
     ]
 
 

@@ -19,6 +19,7 @@ from harness.weights.families.core import (
     both_biases,
     common,
     dividing_heads,
+    fixed,
     head_width,
     same_fields,
     window_field,
@@ -47,7 +48,7 @@ def _llama(model: ModelConfig) -> list[ConfigField]:
         *common(model, head_dim=lambda found: head_width({**_DEFAULTS, **found}), **_DEFAULTS),
         *same_fields(model, _WIDTH, intermediate_size=11008),
         *attention_biases(model),
-        ConfigField("mlp_bias", False, default=False),
+        fixed("mlp_bias", False),
     ]
 
 
@@ -117,7 +118,7 @@ def _qwen2(model: ModelConfig) -> list[ConfigField]:
         *common(model, head_dim=head_width, num_key_value_heads=32),
         *same_fields(model, _WIDTH),
         # If true, the blocks after the first max_window_layers attend within a window.
-        ConfigField("use_sliding_window", False, default=False),
+        fixed("use_sliding_window", False),
     ]
 
 
@@ -126,7 +127,7 @@ def _qwen3(model: ModelConfig, head_dim: object = 128) -> list[ConfigField]:
         *common(model, head_dim=head_dim),
         *same_fields(model, _WIDTH),
         *attention_biases(model),
-        ConfigField("use_sliding_window", False, default=False),
+        fixed("use_sliding_window", False),
     ]
 
 
