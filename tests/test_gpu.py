@@ -139,6 +139,7 @@ def test_memory_snapshots_are_written(tmp_path):
         folder=tmp_path,
         engine=SimpleNamespace(device=torch.device("cuda"), world_max=list),
         progress=SimpleNamespace(step=0),
+        ranks=SimpleNamespace(rank=0),
         message=print,
     )
     profiler = Profiling(run)

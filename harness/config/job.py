@@ -201,10 +201,8 @@ class Job:
     @property
     def inputs(self) -> list[tuple[DataConfig, AbstractContextManager[None]]]:
         """All data that the job reads, each with a context manager that names its fields in errors."""
-        inputs = sources_of(self.data)
-        for name, own in self.validation_sets.items():
-            inputs.append((own, errors_of_set(name)))
-        return inputs
+        sets = self.validation_sets
+        return sources_of(self.data) + [(sets[name], errors_of_set(name)) for name in sets]
 
     @property
     def kinds_of_data(self) -> set[str]:

@@ -73,7 +73,7 @@ class NonFinitePolicy:
             A message: where the files are, or why they could not be written. A full disk must not
             hide the reason.
         """
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = dist.get_rank()
         outcome = step.outcome
         squares = zip(self._engine.named_parameters(), outcome.squares.tolist(), strict=True)
         row = {

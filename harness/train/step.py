@@ -1,5 +1,6 @@
 """A launched step: its loss and gradient norm, which the device may not have computed yet."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, InitVar, dataclass
@@ -127,9 +128,7 @@ class StepOutcome:
     @property
     def is_finite(self) -> bool:
         """Whether losses and norm are finite; the same on every rank, because they are global sums."""
-        return all(
-            abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0)
-        )
+        return all(map(math.isfinite, (self.loss, self.grad_norm, self.mtp_loss or 0.0)))
 
     @property
     def has_room(self) -> bool:

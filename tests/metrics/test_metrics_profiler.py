@@ -113,6 +113,7 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path, monkeypatch, enabled)
         folder=tmp_path,
         engine=SimpleNamespace(device=torch.device("cuda"), world_max=list),
         progress=SimpleNamespace(step=6),
+        ranks=SimpleNamespace(rank=0),
         message=print,
     )
     profiler = Profiling(run)

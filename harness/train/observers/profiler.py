@@ -10,7 +10,6 @@ A profiler exists only for one trace. Between traces there is no overhead.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from harness.metrics.window import PROFILING
@@ -31,7 +30,7 @@ class Profiling(Observer):
         self.config = run.job.profiling
         self._folder = run.folder / FOLDER
         self._device = run.engine.device
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = run.ranks.rank
         self._writes = self._rank in self.config.ranks
         self._start_step = 0
         self._step = 0

@@ -96,7 +96,7 @@ def where_is(engine: Engine) -> dict[str, Any]:
     name = device_name(engine.device)
     index = engine.device.index
     return {
-        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "rank": dist.get_rank(),
         "stage": engine.mesh.rank("pp"),
         "host": node_name(),
         "device": name if index is None else f"{name} {index}",
