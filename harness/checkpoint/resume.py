@@ -64,12 +64,11 @@ def find_start(job: Job, run_dir: Path) -> Start:
     if not config.enable:
         return Start()
     going_back = config.resume and config.load_step >= 0
-    own, wrong = CheckpointFolder(folder_of(job, run_dir)).complete(
-        None if going_back else FALLBACKS
-    )
+    folder = folder_of(job, run_dir)
+    own, wrong = CheckpointFolder(folder).complete(None if going_back else FALLBACKS)
     candidates = own if config.resume else []
     if going_back:
-        candidates = _from_load_step(job, candidates, folder_of(job, run_dir))
+        candidates = _from_load_step(job, candidates, folder)
     elif config.resume:
         for path in _continued(run_dir):
             candidates += CheckpointFolder(path).complete(FALLBACKS)[0]
@@ -111,7 +110,7 @@ def find_start(job: Job, run_dir: Path) -> Start:
         if not isinstance(reason, UnfinishedCheckpoint)
     ]
     if damaged and config.resume:
-        raise no_usable_error(folder_of(job, run_dir), damaged)
+        raise no_usable_error(folder, damaged)
     if config.initial_load_path is not None:
         return Start([], _initial(job, config.initial_load_path), warnings)
     return Start(warnings=[*warnings, *_notes_on_similar_runs(job, run_dir)])
@@ -301,9 +300,9 @@ def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkp
         or (each.step > wanted and each.manifest["options"].get("load_step") == wanted)
     ]
     if not found:
-        steps = ", ".join(str(each.step) for each in reversed(own)) or "none"
+        steps = ", ".join(str(each.step) for each in reversed(own))
         rule = f"there is no complete checkpoint of that step in {folder}"
-        raise ConfigError("checkpoint.load_step", wanted, rule, f"{steps}" if own else "-1")
+        raise ConfigError("checkpoint.load_step", wanted, rule, steps or "-1")
     return found
 
 
