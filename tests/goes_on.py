@@ -29,6 +29,7 @@ def without_a_loss():
     """Rows and loss of each step of one process."""
     with tempfile.TemporaryDirectory() as folder:
         run = train(folder, *WITNESSED, "checkpoint.enable=false")
+        assert run.code == 0
         losses = [row["loss"] for row in run.rows]
     loader = batches_of(run.job, range(ROWS))
     batches = [loader.next() for _ in range(STEPS)]
