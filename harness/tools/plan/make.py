@@ -88,17 +88,19 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
     unscheduled = replace(job, schedule=replace(job.schedule, batch_size=[], seq_len=[]))
     planned = []
     for phase in phases:
+        steps = phase.steps_until(job.steps)
+        if not steps:
+            continue
         rows = job.rows_per_rank(phase) * job.parallelism.data_parallel
         training = replace(job.training, global_batch_size=rows, seq_len=phase.seq_len)
         of_phase = replace(unscheduled, training=training)
         time = None if machine is None else StepModel(of_phase, machine).speed()[0].step_seconds
-        steps = phase.steps_until(job.steps)
         planned.append(PlannedPhase(phase.first_step, steps, phase.batch_size, phase.seq_len, time))
-    return [each for each in planned if each.steps]
+    return planned
 
 
 def _notes(job: Job, imbalance: float | None) -> list[str]:
-    notes = list(filter(None, [job.empty_in_words, method_in_words(job)]))
+    notes = [job.empty_in_words, method_in_words(job)]
     if imbalance is None:
         notes.append("memory is that of evenly loaded experts")
     if job.debug.routing is not None and job.parallelism.ep > 1:
@@ -114,8 +116,8 @@ def _notes(job: Job, imbalance: float | None) -> list[str]:
         notes.append(
             "the time of copies from and to the host, and of the update there, is not counted"
         )
-    casts = warning_of_eager(job.precision, compiled=job.compile.blocks)
-    return notes if casts is None else [*notes, casts]
+    notes.append(warning_of_eager(job.precision, compiled=job.compile.blocks))
+    return [note for note in notes if note]
 
 
 def faster_method(plan: Plan, calibration: Calibration) -> str | None:
@@ -209,14 +211,14 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s per rank"]
     errors = []
     for row in rows:
+        measured = row.tokens_per_second_per_rank
         planned = predicted_rate(row.job, calibration)
-        errors.append(planned / row.tokens_per_second_per_rank - 1)
+        error = planned / measured - 1
+        errors.append(abs(error))
         axes = degrees_in_words(row.job.parallelism.degrees, none="single")
         words = f"{axes}, {row.job.parallelism.pp_schedule}" if row.job.parallelism.pp > 1 else axes
-        measured = row.tokens_per_second_per_rank
-        lines.append(f"  {measured:>10,.1f} {planned:>10,.1f} {errors[-1]:>+7.1%}  {words}")
-    amounts = [abs(error) for error in errors]
-    lines.append(f"median error {statistics.median(amounts):.1%}, worst {max(amounts):.1%}")
+        lines.append(f"  {measured:>10,.1f} {planned:>10,.1f} {error:>+7.1%}  {words}")
+    lines.append(f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     return "\n".join(lines)
 
 

@@ -197,8 +197,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     where = nodes_in_words(job)
     if job.cluster.link_nodes > 1 and where and plan.accelerator is not None:
         where += f", {plan.accelerator.link} joins {job.cluster.link_nodes} nodes"
-    share = job.local_batch_size * job.accumulation_steps
     times = job.accumulation_steps
+    share = job.local_batch_size * times
     batch = f"{batch_in_words(job)}; {share} on each data-parallel rank"
     if times > 1:
         batch += f", {times} passes of {job.local_batch_size}"
@@ -224,17 +224,12 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         flops += (
             f"; {counts.flops_per_token_full * job.training.seq_len / 1e12:,.4g} TFLOP an {sample}"
         )
+    execution = f"activation checkpointing {job.activation_checkpoint.mode}, {compiled}, {values}"
+    parameters = f"{counted(counts.parameters)} in all, {counted(counts.active_parameters)} active"
     return [
         *facts,
-        (
-            "execution",
-            f"activation checkpointing {job.activation_checkpoint.mode}, {compiled}, {values}",
-        ),
-        (
-            "parameters",
-            f"{counted(counts.parameters)} in all, {counted(counts.active_parameters)} active, "
-            f"{held} per rank",
-        ),
+        ("execution", execution),
+        ("parameters", f"{parameters}, {held} per rank"),
         ("FLOPs", flops),
     ]
 
@@ -248,20 +243,19 @@ def _memory(plan: Plan) -> Table:
 
     rows = []
     for _, group in groupby(plan.memory, key=shown):
-        first, *others = group
-        last = (first, *others)[-1].pp_rank
+        alike = list(group)
+        first = alike[0]
         # Stages chunk by chunk: 1-6, 9-14.
-        chunks = zip(*(rank.stages for rank in (first, *others)), strict=True)
+        chunks = zip(*(rank.stages for rank in alike), strict=True)
         spans = [_span(min(chunk), max(chunk)) for chunk in chunks]
         where = {"ranks": "all"}
         if len(plan.memory) > 1:
-            where = {"ranks": f"pp {_span(first.pp_rank, last)}", "stages": ", ".join(spans)}
-        rows.append({**where, **{kind: first.kinds[kind] for kind in kinds}, "peak": first.peak})
-    columns = [
-        *(Column(name, name) for name in ("ranks", "stages")),
-        *(Column(k, k, gib) for k in kinds),
-    ]
-    return Table([*columns, Column("peak", "peak", gib)], rows, missing="")
+            ranks = _span(first.pp_rank, alike[-1].pp_rank)
+            where = {"ranks": f"pp {ranks}", "stages": ", ".join(spans)}
+        rows.append({**where, **first.kinds, "peak": first.peak})
+    columns = [Column("ranks", "ranks"), Column("stages", "stages")]
+    columns += [Column(name, name, gib) for name in [*kinds, "peak"]]
+    return Table(columns, rows, missing="")
 
 
 def _span(first: int, last: int) -> str:

@@ -221,10 +221,10 @@ class Space:
         for local in self._choices(
             "training.local_batch_size", [share] if pipelined else divisors(share)
         ):
-            sizes = divisors(local) if pipelined and local else [1]
-            for size in (
-                self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]
-            ):
+            sizes = [1]
+            if pipelined:
+                sizes = self._choices("parallelism.pp_microbatch_size", divisors(local))
+            for size in sizes:
                 splits += [(local, size, mode) for mode in modes]
         for schedule, layers in self._schedules(pp) if pipelined else [(None, None)]:
             yield [LayoutPoint(*mesh, *split, schedule, layers) for split in splits]

@@ -259,11 +259,9 @@ class _Groups:
         kind, _, colour = communicator.partition(" ")
         if kind == "split":
             name = self._colours.get(int(colour))
-            return (
-                (communicator, 0)
-                if name is None
-                else (self._axes.get(name, name), self._ranks[name])
-            )
+            if name is None:
+                return communicator, 0
+            return self._axes.get(name, name), self._ranks[name]
         # Each group has a store inside of its parent's, under its name: 0//11//cuda//0; ids of
         # pairs are 2:3.
         *stores, which = self._store.group_of(communicator).split("/")
