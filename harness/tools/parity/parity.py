@@ -325,8 +325,8 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
         layouts = compose_layouts(config, overrides, has_experts=job.model.moe.enabled)
         rows = [(name, each, "") for name, each in layouts.items()]
         total = sum(each.world_size <= config.world_size for each in layouts.values())
-    compared: list[dict[str, Any]] = []
-    skipped: list[str] = []
+    compared = []
+    skipped = []
     with RankPool(config.world_size) as pool, progress(total) as show:
         # which prints above the bar
         judge = LayoutComparer(pool, config)

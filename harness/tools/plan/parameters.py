@@ -157,7 +157,7 @@ class HeldModules(Memo):
         self.specs = tensors_by_module(model)
         self._model = model
         self._optimizer = optimizer.resolve(precision.master_dtype, precision.param_dtype)
-        self._first: dict[str, str] = {}
+        self._first = {}
         kinds: dict[object, str] = {}
         # Options may select tensors by their names.
         parts = precision.filter_fqns if precision.enable_fsdp_float8_all_gather else ()

@@ -103,16 +103,17 @@ class LayoutPoint(NamedTuple):
 
     def layout(self, base: ParallelismConfig) -> ParallelismConfig:
         """Return ``base`` with this point's layout."""
-        moved: dict[str, Any] = dict(zip(AXES, self.degrees, strict=True))
-        moved |= {"ep": self.ep, "pp_microbatch_size": self.microbatch_size}
-        moved["pp_layers_per_stage"] = self.layers_per_stage
-        if self.method is not None:
-            moved["cp_method"] = self.method
-        if self.schedule is not None:
-            moved["pp_schedule"] = self.schedule
-        # async_tp needs tensor parallel.
-        moved["async_tp"] = base.async_tp and self.tp > 1
-        return replace(base, **moved)
+        degrees: dict[str, Any] = dict(zip(AXES, self.degrees, strict=True))
+        return replace(
+            base,
+            ep=self.ep,
+            cp_method=self.method or base.cp_method,
+            pp_schedule=self.schedule or base.pp_schedule,
+            pp_layers_per_stage=self.layers_per_stage,
+            pp_microbatch_size=self.microbatch_size,
+            async_tp=base.async_tp and self.tp > 1,  # it needs tensor parallel
+            **degrees,
+        )
 
     def job(self, base: Job) -> Job:
         """Return a space's ``base`` with this layout and execution, resolved; ConfigError if not legal."""

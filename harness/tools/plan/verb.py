@@ -94,7 +94,7 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
     from harness.launch.rows import job_of, load
 
     rows = load(folder)
-    loads: dict[str, float | None] = {}
+    loads = {}
     measured = []
     lines = ""
     for row in rows:
