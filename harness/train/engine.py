@@ -207,8 +207,7 @@ class Engine:
                 raise LostGradientError(lost)
             self._gradients_checked = True
         with annotated("gradient_norm"):
-            reduce_partial_gradients(self.parameters)
-            squares = local_squares(self.parameters, self.mesh, self.device)
+            squares = self._squares()
             own = zeros_unless(self.has_loss, all_losses)
             needed = self.balance.take_needed()
             all_needed = [needed.sum()] if len(needed) else []
@@ -417,6 +416,11 @@ class Engine:
             if self.job.world_size > 1:
                 dist.all_reduce(packed, op=operation)
         return packed
+
+    def _squares(self) -> Tensor:
+        """This rank's share of each gradient's squared norm; tests plant a wrong one here."""
+        reduce_partial_gradients(self.parameters)
+        return local_squares(self.parameters, self.mesh, self.device)
 
     def _scale_weights(self) -> None:
         """Compute the scales of weights that are gathered in float8, once after each change.
