@@ -47,8 +47,8 @@ BUDGETS = {
     "contrib": 26_060,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 369_500
-TESTS_AT_MOST = 267_000
+HARNESS_AT_MOST = 368_400
+TESTS_AT_MOST = 266_100
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
