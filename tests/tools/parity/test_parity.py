@@ -11,12 +11,15 @@ from layouts import MATRIX, STEPS, TOLERANCES, layout, reference, require_agreem
 from harness.config.fields import with_value
 from harness.launch.pool import RankFailed
 from harness.tools.parity import parity
+from harness.tools.parity.first_wrong import LOSS
 from harness.tools.parity.parity import (
     LayoutComparer,
     ParityConfig,
     ParityJob,
     compare,
     compose_layouts,
+    in_float32,
+    single_process,
     trace,
 )
 from harness.util.errors import ConfigError
@@ -397,3 +400,12 @@ def test_verb_prints_a_table_and_fails_where_one_differs(
     assert re.search(
         "DIFFERS.*\n    first wrong: step 1, .*, relative difference ", capsys.readouterr().out
     )
+
+
+def test_a_layout_in_low_precision_may_be_as_exact_as_float32(pool):
+    job = layout("fsdp", "precision.param_dtype=bfloat16")
+    comparer = LayoutComparer(pool, ParityConfig(steps=2, resume=False))
+    alone = single_process(job)
+    exact = comparer._reference(in_float32(alone))
+    comparer.references[alone.id] = [{**values, LOSS: math.nan} for values in exact]
+    require_agreement(comparer._compare("fsdp", job))
