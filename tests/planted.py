@@ -84,10 +84,11 @@ def further_loss_by_own_tokens():
     """The loss of multi-token prediction is a mean over each rank's tokens, and the mean of these."""
     original = execute.DirectExecutor._losses
 
-    def losses(self, batch, later):
+    def losses(self, batch, later, keywords):
+        found = original(self, batch, later, keywords)
         if later is None:
-            return original(self, batch, later)
-        own, further = original(self, batch, later)
+            return found
+        own, further = found
         tokens = (batch.labels_BT != IGNORE_INDEX).sum() * dist.get_world_size()
         return torch.stack([own, further * self.loss.denominator / tokens])
 

@@ -400,7 +400,7 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch, tmp_path):
     (tmp_path / "wrong.txt").write_bytes(b"\xff" * 99)
     typed = (
         "-m",
-        "parallelism.dp_shard=1,3",
+        "parallelism.dp_shard=1,5",
         "data=local_text",
         "data.paths=[there.txt],[wrong.txt]",
     )
@@ -408,7 +408,7 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch, tmp_path):
     job = launch(*typed)
     assert job.finish() == 1
     assert job.err.startswith("runs/swept: 4 points, 2 to run\n")
-    rule = "parallelism.dp_shard=3 data.paths=[there.txt]: training.global_batch_size=4: must be a multiple"
+    rule = "parallelism.dp_shard=5 data.paths=[there.txt]: training.global_batch_size=4: must have a row"
     assert rule in job.err
     assert "[2/2] data.paths=[wrong.txt], about " in job.err
     assert "1 of 2 points did not complete:\n  data.paths=[wrong.txt]: user: " in job.err

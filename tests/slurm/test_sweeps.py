@@ -12,9 +12,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-# 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
+# 10 points: jobs of one, two and four nodes, and dp_shard=9, which a batch of eight has too few rows for.
 AXES = (
-    "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}",
+    "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:9},{tp:2},{dp_shard:4}",
     "training.seed=1,2",
 )
 RAISES, STARVES, KILLED = (
@@ -76,7 +76,7 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands):
     )
     shown = start_and_kill(commands, arguments)
     assert "10 points, 8 to run" in shown and "2 skipped" in shown
-    assert "parallelism={dp_shard:3} training.seed=1: training.global_batch_size=8" in shown
+    assert "parallelism={dp_shard:9} training.seed=1: training.global_batch_size=8" in shown
     for shape in ("2 x 1 node x 1 rank", "4 x 2 nodes x 1 rank", "2 x 4 nodes x 1 rank"):
         assert shape in shown
     shown = commands.run("runs", str(home))
@@ -142,14 +142,14 @@ def test_a_sweep_that_is_cancelled(commands):
 
 def test_batches_are_arrays_whose_values_are_waited_for(commands):
     """Three points at once: jobs of one and of two nodes, and one that is not valid."""
-    # With this seed the three trials are of 2, 1 and 3 ranks.
+    # With this seed the three trials are of 2, 1 and 9 ranks.
     sweeper = ("sweep=optuna", "sweep.sampler=random", "sweep.seed=1")
     sweeper = (*sweeper, "sweep.n_trials=3", "sweep.n_jobs=3")
     typed = (
         "-m",
         *sweeper,
         *TINY,
-        "parallelism.dp_shard=1,2,3",
+        "parallelism.dp_shard=1,2,9",
         "cluster.ranks_per_node=1",
         *ON_SLURM,
     )
@@ -159,7 +159,7 @@ def test_batches_are_arrays_whose_values_are_waited_for(commands):
     journal = JournalStorage(JournalFileBackend(f"{commands.home}/study/study.journal"))
     trials = optuna.load_study(study_name="study", storage=journal).trials
     states = {trial.params["parallelism.dp_shard"]: trial.state for trial in trials}
-    assert states == {1: TrialState.COMPLETE, 2: TrialState.COMPLETE, 3: TrialState.FAIL}
+    assert states == {1: TrialState.COMPLETE, 2: TrialState.COMPLETE, 9: TrialState.FAIL}
     rows = [read(path) for path in (commands.home / "study").glob("[0-9a-f]*/result.json")]
     assert sorted(row["loss"] for row in rows) == sorted(
         t.value for t in trials if t.value is not None

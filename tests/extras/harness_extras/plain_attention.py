@@ -22,7 +22,7 @@ class PlainKernel(Kernel):
     def mask(self, positions: Positions) -> Tensor:
         visible = SdpaKernel(self.spec).mask(positions)
         if visible is None:
-            size = 1, 1, positions.queries, positions.length
+            size = 1, 1, positions.length - positions.first, positions.length
             every = torch.ones(size, dtype=torch.bool, device=positions.device)
             visible = every.tril(positions.first)
         return visible
