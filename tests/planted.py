@@ -562,7 +562,7 @@ def empty_rows_have_labels():
 
 def empty_rows_are_routed():
     """Rows that fill up a rank's passes go to experts."""
-    return patch.object(Decoder, "_tokens", lambda *_: None)
+    return patch.object(Decoder, "_places", lambda *_: None)
 
 
 def empty_rows_are_counted():

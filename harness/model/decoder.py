@@ -74,7 +74,7 @@ class MTP(nn.Module):
         rope_2TD: Tensor,
         mask: Any | None,
         positions_T: Tensor,
-        tokens_BT: Tensor | None,
+        places_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map the stream before the decoder's final norm to the output projection's input.
 
@@ -87,7 +87,7 @@ class MTP(nn.Module):
             The normed stream [B, T, C], and the number of tokens per expert, None without experts.
         """
         both = torch.cat((self.embedding_norm(later_BTC), self.hidden_norm(x_BTC)), dim=-1)
-        out_BTC, load_E = self.block(self.proj(both), rope_2TD, mask, positions_T, tokens_BT)
+        out_BTC, load_E = self.block(self.proj(both), rope_2TD, mask, positions_T, places_BT)
         return self.norm(out_BTC), load_E
 
 
@@ -111,14 +111,14 @@ class Block(nn.Module):
         rope_2TD: Tensor,
         mask: Any | None = None,
         positions_T: Tensor | None = None,
-        tokens_BT: Tensor | None = None,
+        places_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map the residual stream [B, T, C] to the next block's input; ``tokens_BT`` as in ``MoE``.
+        """Map the residual stream [B, T, C] to the next block's input; ``places_BT`` as in ``MoE``.
 
         Returns:
             The stream, and the number of tokens per expert, None without experts.
         """
-        return self.feed(self.attend(x_BTC, rope_2TD, mask, positions_T), tokens_BT)
+        return self.feed(self.attend(x_BTC, rope_2TD, mask, positions_T), places_BT)
 
     def attend(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None
@@ -126,13 +126,13 @@ class Block(nn.Module):
         """The first half of a block: attention with its residual sum."""
         return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
-    def feed(self, x_BTC: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def feed(self, x_BTC: Tensor, places_BT: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The second half: the feed-forward or the experts, with their residual sum."""
         normed_BTC = self.ffn_norm(x_BTC)
         if self.moe is None:
             assert self.feed_forward is not None
             return x_BTC + self.feed_forward(normed_BTC), None
-        out_BTC, load_E = self.moe(normed_BTC, tokens_BT)
+        out_BTC, load_E = self.moe(normed_BTC, places_BT)
         return x_BTC + out_BTC, load_E
 
 
@@ -289,7 +289,7 @@ class Decoder(ModelPart):
         elif self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
         blocks = self.blocks
-        tokens_BT = self._tokens(documents_BT, real_B, positions_BT)
+        places_BT = self._places(documents_BT, real_B, positions_BT)
         inner: list[Any] = [block.attention.inner for block in blocks.values()]
         kernels = {each.spec: each for each in inner}
         if cached is None:
@@ -309,7 +309,7 @@ class Decoder(ModelPart):
             rope = self.rope[:, positions]
         for layer in map(int, self.layers):
             mask = masks[blocks[layer].attention.inner.spec]
-            x, load_E = blocks[layer](x, rope, mask, positions, tokens_BT)
+            x, load_E = blocks[layer](x, rope, mask, positions, places_BT)
             self._count(layer, load_E)
         x = x if cached is None else cached.last_of(x)
         stream = x
@@ -317,7 +317,7 @@ class Decoder(ModelPart):
         if later_BTC is not None:
             assert self.mtp is not None
             layer = self.config.n_layers
-            shared = masks[blocks[layer].attention.inner.spec], positions, tokens_BT
+            shared = masks[blocks[layer].attention.inner.spec], positions, places_BT
             further_BTC, load_E = self.mtp(stream, later_BTC, rope, *shared)
             self._count(layer, load_E)
             x = torch.cat((x, further_BTC))
@@ -330,7 +330,7 @@ class Decoder(ModelPart):
             x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None)
         )
 
-    def _tokens(
+    def _places(
         self, documents_BT: Tensor | None, real_B: Tensor | None, positions_BT: Tensor | None
     ) -> Tensor | None:
         """Positions that this rank's routers route, negative without a token; None: all have one."""
@@ -343,13 +343,14 @@ class Decoder(ModelPart):
             routed_T = self.positions if positions_T is None else positions_T
             return torch.where(real_B.unsqueeze(1), routed_T, PADDING)
         position_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-        tokens_BT = torch.where(documents_BT >= 0, position_T, PADDING)
+        places_BT = torch.where(documents_BT >= 0, position_T, PADDING)
         if positions_BT is not None:
-            tokens_BT = tokens_BT.gather(1, positions_BT)
+            places_BT = places_BT.gather(1, positions_BT)
             if positions_T is not None:
-                # As if a rank's positions were consecutive: so their numbers among its own.
+                # Routers have numbers of consecutive positions. Taken modulo the rank's share, they
+                # are numbers among its own positions, whatever these are.
                 positions_T = positions_T % positions_BT.shape[1]
-        return tokens_BT if positions_T is None else tokens_BT.index_select(1, positions_T)
+        return places_BT if positions_T is None else places_BT.index_select(1, positions_T)
 
     def _count(self, layer: int, load_E: Tensor | None) -> None:
         """Add to a block's loads. Outside of the block, so that recomputation does not count twice."""

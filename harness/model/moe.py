@@ -62,7 +62,7 @@ class Router(nn.Linear):
             self.workload = Workload(IN_TURN, self.config.num_experts, self.config.top_k)
 
     def forward(  # type: ignore[override]
-        self, x_BTC: Tensor, balance_bias_E: Tensor | None, tokens_BT: Tensor | None = None
+        self, x_BTC: Tensor, balance_bias_E: Tensor | None, places_BT: Tensor | None = None
     ) -> Routing:
         """Route every token.
 
@@ -70,10 +70,9 @@ class Router(nn.Linear):
             x_BTC: normed residual stream.
             balance_bias_E: added to the scores for the choice only, not to the weights
                 (arXiv:2408.15664).
-            tokens_BT: positions in the sequence, negative for padding; None: those of
+            places_BT: positions in the sequence, negative for padding; None: those of
                 ``positions_T``, and all are tokens.
         """
-        places_BT = tokens_BT
         tokens_BT = None if places_BT is None else places_BT >= 0
         scores_NE, choice_NE = self.score(x_BTC, balance_bias_E, tokens_BT)
         if self.workload is None:
@@ -328,17 +327,17 @@ class MoE(nn.Module):
         if self.balance_bias is not None:
             self.balance_bias = torch.zeros(self.num_experts, device=device)
 
-    def forward(self, x_BTC: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTC: Tensor, places_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map the normed residual stream to the update that is added to the stream.
 
         Args:
-            tokens_BT: as in ``Router``; padding is not routed.
+            places_BT: as in ``Router``; padding is not routed.
 
         Returns:
             The update [B, T, C], and the number of tokens per expert, int64 [E], or [E + 1] with
             ``capacity_needed``.
         """
-        weights_NK, experts_NK = self.router(x_BTC, self.balance_bias, tokens_BT)
+        weights_NK, experts_NK = self.router(x_BTC, self.balance_bias, places_BT)
         load_E, order_R, place_R, x_RC = self.arrange(experts_NK, x_BTC.flatten(0, 1))
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)

@@ -95,15 +95,15 @@ class Watch:
         self.largest[place] = torch.maximum(self.largest[place], x_BTC.abs().amax())
 
     def _route(self, place: int, router: Router, inputs: tuple[Any, ...]) -> None:
-        x_BTC, _, tokens_BT = inputs
+        x_BTC, _, places_BT = inputs
         logits_NE = router.logits(x_BTC).double()
         is_softmax = router.config.score == "softmax"
         scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
         shares_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
         entropy_N = torch.special.entr(shares_NE).sum(-1)
         counted_N = torch.ones_like(entropy_N)
-        if tokens_BT is not None:
-            counted_N = (tokens_BT >= 0).flatten().double()
+        if places_BT is not None:
+            counted_N = (places_BT >= 0).flatten().double()
         self.sums[3, place] += (entropy_N * counted_N).sum()
         self.sums[4, place] += counted_N.sum()
 
