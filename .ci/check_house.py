@@ -34,7 +34,7 @@ BUDGETS = {
     "data": 30_600,
     "model": 21_500,
     "metrics": 7_700,
-    "run": 3_700,
+    "run": 3_720,
     "precision": 3_370,
     "parallelism": 21_800,
     "optimizer": 9_800,
@@ -48,7 +48,7 @@ BUDGETS = {
 }
 SLACK = 1.03
 HARNESS_AT_MOST = 368_400
-TESTS_AT_MOST = 266_100
+TESTS_AT_MOST = 266_150
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {

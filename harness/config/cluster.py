@@ -197,7 +197,10 @@ class ClusterConfig(SlurmConfig, LossConfig, RanksConfig, NetworkConfig, NodesCo
             return
         nodes, _ = self.nodes_to_lose(world_size)
         rule = ""
-        if not has_checkpoints:
+        if self.kind not in ("local", "slurm"):
+            rule = f"is of cluster.kind=local and slurm, and this is {self.kind}"
+            works = "requeue"
+        elif not has_checkpoints:
             rule = "goes on from checkpoints, and the job saves none"
             works = "requeue, or checkpoint.enable=true"
         elif nodes < 2:

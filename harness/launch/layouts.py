@@ -11,6 +11,7 @@ from harness.config.job import Job
 from harness.config.registry import load_attribute
 from harness.run.result import write_json_atomically
 from harness.util.encoding import read_object
+from harness.util.errors import UserError
 
 LAYOUTS = "layouts.json"
 FIND = "harness.tools.plan.layouts:find_layouts"
@@ -54,9 +55,13 @@ def read_layouts(run_dir: Path) -> dict[int, Layout]:
         UserError: the file is damaged.
         FileNotFoundError: there is none.
     """
+    path = run_dir / LAYOUTS
     layouts = {}
-    for plain in read_object(run_dir / LAYOUTS)["layouts"]:
-        stored = plain["job"]
-        job = None if stored is None else Job.from_stored(stored)
-        layouts[plain["nodes"]] = Layout(**{**plain, "job": job})
+    try:
+        for plain in read_object(path)["layouts"]:
+            stored = plain["job"]
+            job = None if stored is None else Job.from_stored(stored)
+            layouts[plain["nodes"]] = Layout(**{**plain, "job": job})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged: {error!r}") from None
     return layouts

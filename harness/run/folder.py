@@ -212,7 +212,12 @@ class RunFolder:
     def attempt_job(self) -> Job:
         """Return the job of this attempt: that of ``layout.json`` if there is one, or the run's."""
         path = self.path / LAYOUT
-        return Job.from_stored(read_object(path)["job"]) if path.is_file() else self.read_job()
+        if not path.is_file():
+            return self.read_job()
+        stored = read_object(path).get("job")
+        if not isinstance(stored, dict):
+            raise UserError(f"{path}: damaged: it has no job")
+        return Job.from_stored(stored)
 
     def id_of(self, job: Job) -> str:
         """Return the id of this attempt's job, or of the job that it is another layout of."""

@@ -11,6 +11,7 @@ from harness.tools.parity.parity import ParityJob
 from harness.tools.parity.random_jobs import random_job
 from harness.tools.plan.layouts import find_layouts, layouts_as_dict
 from harness.tools.plan.make import make_plan
+from harness.util.errors import UserError
 
 CONTINUE = "cluster.on_node_loss=continue"
 NODES = [
@@ -89,3 +90,9 @@ def test_layouts_are_kept_in_the_run_folder(tmp_path):
     )
     prepare(job, tmp_path)
     assert list(read_layouts(tmp_path).values()) == find_layouts(job)
+
+
+def test_a_damaged_file_of_layouts_is_one_line(tmp_path):
+    (tmp_path / "layouts.json").write_text("{}")
+    with pytest.raises(UserError, match=r"layouts\.json: damaged"):
+        read_layouts(tmp_path)
