@@ -142,9 +142,11 @@ def step_of(run):
 
 
 def until_done(run, seconds=240):
-    until(
-        lambda: read(run / "status.json").get("state") in ("completed", "failed"),
-        f"{run} to end",
-        seconds,
-    )
+    def is_done():
+        # A failed attempt is not the end: its batch process may go on without the nodes it lost.
+        state = read(run / "status.json").get("state")
+        has_ended = not read(run / "slurm" / "job.json").get("begun")
+        return state == "completed" or (state == "failed" and has_ended)
+
+    until(is_done, f"{run} to end", seconds)
     assert read(run / "status.json")["state"] == "completed", logs_of(run)
