@@ -21,7 +21,7 @@ from harness.config.fields import (
     with_value,
 )
 from harness.config.registry import Registry
-from harness.util.errors import ConfigError, divisors
+from harness.util.errors import ConfigError, as_typed, divisors
 
 KINDS = ("gqa", "mla")
 QK_NORMS = ("none", "learned", "l2")
@@ -71,6 +71,9 @@ class AttentionConfig:
     qk_norm: str = numerics("none", choices=QK_NORMS)
     """``none``; ``learned``: RMSNorm of each query and key head before rotation (Qwen 3); ``l2``: the same
     without weights and after rotation, in rotated layers only (Llama 4)."""
+    output_gate: bool = added_numerics(False)
+    """Whether attention's values are multiplied by the sigmoid of one more projection of its input
+    (Qwen3-Next; arXiv:2505.06708), which has a bias if queries have."""
     sinks: bool = numerics(False)
     """Whether each head has an attention sink, a score without a value (GPT-OSS;
     arXiv:2309.17453)."""
@@ -148,12 +151,12 @@ class AttentionConfig:
                 "model.head_dim", head_width, rule, f"{self.latent_head_dim}, or null"
             )
         default = AttentionConfig()
-        for name in ("qkv_bias", "output_bias", "qk_norm", "sinks"):
+        for name in ("qkv_bias", "output_bias", "qk_norm", "sinks", "output_gate"):
             value = getattr(self, name)
             off = getattr(default, name)
             if value != off:
                 rule = "latent attention has none"
-                raise ConfigError(f"model.attention.{name}", value, rule, [off])
+                raise ConfigError(f"model.attention.{name}", value, rule, [as_typed(off)])
 
 
 def _is_nth(layer: int, every: int | None) -> bool:
@@ -169,6 +172,8 @@ class RopeConfig:
 
     theta: float = numerics(10000.0, above=0)
     """Base of the geometric series of wavelengths."""
+    rotated_fraction: float = added_numerics(1.0, above=0, most=1)
+    """Fraction of a head's width that is rotated, from its first value (GLM, Phi 4 mini)."""
     interleaved: bool = numerics(False)
     """Whether elements (2i, 2i + 1) of a head are rotated as a pair; else (i, i + width / 2)."""
     scaling: str = numerics("none", choices=SCALINGS)
@@ -467,6 +472,9 @@ class ModelConfig:
     """Options of a kind of blocks that another package has added."""
     norm_eps: float = numerics(1e-5, above=0)
     """Added to the mean square inside RMSNorm."""
+    norm_zero_centred: bool = added_numerics(False)
+    """Whether norms multiply by 1 + weight (Gemma, Qwen3-Next): weights begin at 0, and weight
+    decay draws the factors to 1."""
     tied_embeddings: bool = numerics(False)
     """Whether the output projection is the embedding table."""
     embedding_std: float = numerics(1.0, above=0)
@@ -552,7 +560,9 @@ class ModelConfig:
     @property
     def rotated_width(self) -> int:
         """Width of the rotated part of a query or key head."""
-        return self.attention.qk_rope_head_dim if self.attention.is_latent else self.head_width
+        if self.attention.is_latent:
+            return self.attention.qk_rope_head_dim
+        return int(self.head_width * self.rope.rotated_fraction)
 
     @property
     def value_width(self) -> int:

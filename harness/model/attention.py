@@ -15,6 +15,7 @@ from harness.model.cache import CachedKernel, Slots
 from harness.model.fused import multiply
 from harness.model.grouped import local_shard
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
+from harness.model.norm import build_norm
 from harness.model.rope import rotate
 
 # B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of
@@ -46,10 +47,13 @@ class Attention(nn.Module):
         self.wq = nn.Linear(config.dim, config.n_heads * width, bias=bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * width, bias=bias)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * width, bias=bias)
+        self.wg = (
+            nn.Linear(config.dim, config.n_heads * width, bias=bias) if of.output_gate else None
+        )
         self.wo = nn.Linear(config.n_heads * width, config.dim, bias=of.output_bias)
         learned = of.qk_norm == "learned"
-        self.q_norm = nn.RMSNorm(width, eps=config.norm_eps) if learned else None
-        self.k_norm = nn.RMSNorm(width, eps=config.norm_eps) if learned else None
+        self.q_norm = build_norm(config, width) if learned else None
+        self.k_norm = build_norm(config, width) if learned else None
         self.sinks = nn.Parameter(torch.empty(config.n_heads)) if of.sinks else None
         self.is_rotated = of.is_rotated(layer)
         self.interleaved = config.rope.interleaved
@@ -79,9 +83,11 @@ class Attention(nn.Module):
         """
         B, T, _ = x_BTC.shape
         # -1 and not n_heads: a tensor-parallel rank sees only its own heads.
-        q_BTHD, k_BTHD, v_BTHD = (
-            each.view(B, T, -1, self.head_dim)
-            for each in multiply(self, x_BTC, self.wq, self.wk, self.wv)
+        linears = [self.wq, self.wk, self.wv]
+        if self.wg is not None:
+            linears.append(self.wg)
+        q_BTHD, k_BTHD, v_BTHD, *gate = (
+            each.view(B, T, -1, self.head_dim) for each in multiply(self, x_BTC, *linears)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD = self.q_norm(q_BTHD)
@@ -100,6 +106,8 @@ class Attention(nn.Module):
             q_BTHD = q_BTHD * self._temperatures(positions_T)[..., None, None].type_as(q_BTHD)
         sinks_H = None if self.sinks is None else local_shard(self, "sinks")
         out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask, sinks_H)
+        for gate_BTHD in gate:
+            out_BTHD = out_BTHD * gate_BTHD.sigmoid()
         return self.wo(out_BTHD.reshape(B, T, -1))
 
     def _temperatures(self, positions_T: Tensor) -> Tensor:
@@ -133,10 +141,10 @@ class LatentAttention(nn.Module):
             self.wq = nn.Linear(config.dim, heads * width, bias=False)
         else:
             self.wq_a = nn.Linear(config.dim, of.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(of.q_lora_rank, eps=LATENT_EPS)
+            self.q_norm = build_norm(config, of.q_lora_rank, LATENT_EPS)
             self.wq_b = nn.Linear(of.q_lora_rank, heads * width, bias=False)
         self.wkv_a = nn.Linear(config.dim, of.kv_lora_rank + self.rotated, bias=False)
-        self.kv_norm = nn.RMSNorm(of.kv_lora_rank, eps=LATENT_EPS)
+        self.kv_norm = build_norm(config, of.kv_lora_rank, LATENT_EPS)
         self.wkv_b = nn.Linear(of.kv_lora_rank, heads * (self.nope + self.value), bias=False)
         self.wo = nn.Linear(heads * self.value, config.dim, bias=False)
         scale = config.score_scale * config.rope.score_scale

@@ -14,6 +14,7 @@ from harness.model.cache import CachedKernel, CachedPass
 from harness.model.feed_forward import FeedForward
 from harness.model.kernels import Positions
 from harness.model.moe import MoE
+from harness.model.norm import build_norm
 from harness.model.part import ModelPart
 from harness.model.rope import rope_table, signed_table
 
@@ -61,11 +62,11 @@ class MTP(nn.Module):
 
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
         super().__init__()
-        self.embedding_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.embedding_norm = build_norm(config, config.dim)
+        self.hidden_norm = build_norm(config, config.dim)
         self.proj = nn.Linear(2 * config.dim, config.dim, bias=False)
         self.block = block
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = build_norm(config, config.dim)
 
     def forward(
         self,
@@ -96,9 +97,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = build_norm(config, config.dim)
         self.attention = build_attention(config, layer)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = build_norm(config, config.dim)
         mixed = config.has_experts(layer)
         self.moe = MoE(config) if mixed else None
         self.feed_forward = (
@@ -162,7 +163,7 @@ class Decoder(ModelPart):
         self.layers = nn.ModuleDict(
             {str(i): block.build(config, i) for i in range(config.n_layers) if has(f"layers.{i}")}
         )
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has("norm") else None
+        self.norm = build_norm(config, config.dim) if has("norm") else None
         self.output = Head(config.dim, config.vocab_size, bias=False) if has("output") else None
         # It uses both tables, so a pipeline stage cannot have it.
         whole = self.tok_embeddings is not None and self.output is not None

@@ -63,8 +63,21 @@ class DecoderArchitecture(Architecture):
         if model.rotated_width < 2 or model.rotated_width % 2:
             field = "attention.qk_rope_head_dim" if model.attention.is_latent else "head_dim"
             width = model.rotated_width
+            if model.rope.rotated_fraction < 1:
+                rule = f"of model.head_dim={model.head_width} must be even: RoPE rotates pairs"
+                works = [
+                    2 * pairs / model.head_width for pairs in (max(width // 2, 1), width // 2 + 1)
+                ]
+                raise ConfigError(
+                    "model.rope.rotated_fraction", model.rope.rotated_fraction, rule, works
+                )
             works = [width - 1, width + 1] if width > 1 else [2]
             raise ConfigError(f"model.{field}", width, "must be even: RoPE rotates pairs", works)
+        if model.attention.is_latent and model.rope.rotated_fraction < 1:
+            rule = "latent attention rotates model.attention.qk_rope_head_dim"
+            raise ConfigError(
+                "model.rope.rotated_fraction", model.rope.rotated_fraction, rule, [1.0]
+            )
         model.rope.validate()
         model.attention.validate(model.n_heads, model.n_kv_heads, model.head_width)
         model.moe.validate(model.n_layers)

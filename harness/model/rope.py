@@ -95,6 +95,8 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions, in float32, and return them in their own dtypes.
 
+    If heads are wider than the table, only their first values are rotated.
+
     Interleaved pairs are returned as (i, i + D/2): scores do not depend on the order, which all
     heads share.
 
@@ -103,6 +105,15 @@ def rotate(
         table_2TD: rows of ``signed_table``; [2, B, T, D] if positions differ between sequences.
         interleaved: pairs are (2i, 2i + 1), not (i, i + D/2).
     """
+    width = table_2TD.shape[-1]
+    if width < q_BTHD.shape[-1]:
+        q_first, k_first = rotate(
+            q_BTHD[..., :width], k_BTHD[..., :width], table_2TD, interleaved=interleaved
+        )
+        return (
+            torch.cat((q_first, q_BTHD[..., width:]), dim=-1),
+            torch.cat((k_first, k_BTHD[..., width:]), dim=-1),
+        )
     if torch.compiler.is_compiling():  # the compiler fuses these operations itself
         q, k = (_rotated(x.float(), table_2TD, 1, interleaved).type_as(x) for x in (q_BTHD, k_BTHD))
     else:

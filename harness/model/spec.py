@@ -220,17 +220,17 @@ def decoder_modules(config: ModelConfig) -> Iterator[ModuleSpec]:
     yield ModuleSpec(embeddings, Split.VOCABULARY, (weight,))
     for layer in range(config.n_layers):
         yield from block_of(config).modules(config, layer)
-    yield _norm("norm", config.dim)
+    yield _norm(config, "norm", config.dim)
     # The weight of a tied output projection is the table.
     owner = embeddings if config.tied_embeddings else "output"
     weight = TensorSpec(f"{owner}.weight", "output", shape, Split.HEAD, head, is_matrix=True)
     yield ModuleSpec("output", Split.HEAD, (weight,))
     if config.mtp.depth:
-        yield _norm("mtp.embedding_norm", config.dim)
-        yield _norm("mtp.hidden_norm", config.dim)
+        yield _norm(config, "mtp.embedding_norm", config.dim)
+        yield _norm(config, "mtp.hidden_norm", config.dim)
         yield linear("mtp.proj", config.dim, 2 * config.dim, Split.STREAM, _linear_init())
         yield from block_of(config).modules(config, config.n_layers)
-        yield _norm("mtp.norm", config.dim)
+        yield _norm(config, "mtp.norm", config.dim)
 
 
 @of_one_model
@@ -279,9 +279,9 @@ class PreNormBlock:
     def modules(self) -> Iterator[ModuleSpec]:
         config = self.config
         at = self.prefix
-        yield _norm(f"{at}attention_norm", config.dim)
+        yield _norm(config, f"{at}attention_norm", config.dim)
         yield from self._latent_attention() if config.attention.is_latent else self._attention()
-        yield _norm(f"{at}ffn_norm", config.dim)
+        yield _norm(config, f"{at}ffn_norm", config.dim)
         if config.has_experts(self.layer):
             yield from self._mixture()
         else:
@@ -297,13 +297,16 @@ class PreNormBlock:
         kv_width = config.n_kv_heads * width
         sinks = TensorSpec(f"{at}.sinks", at, (config.n_heads,), Split.HEADS, self.init)
         own = (sinks,) if of.sinks else ()
-        yield ModuleSpec(at, Split.REGION, own, fused=("wq", "wk", "wv"))
-        for name, outputs in (("wq", q_width), ("wk", kv_width), ("wv", kv_width)):
+        outputs_of = {"wq": q_width, "wk": kv_width, "wv": kv_width}
+        if of.output_gate:
+            outputs_of["wg"] = q_width
+        yield ModuleSpec(at, Split.REGION, own, fused=tuple(outputs_of))
+        for name, outputs in outputs_of.items():
             yield linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init, bias=of.qkv_bias)
         yield linear(f"{at}.wo", dim, q_width, Split.ROW, self.deep, bias=of.output_bias)
         if of.qk_norm == "learned":
-            yield _norm(f"{at}.q_norm", width, Split.HEAD_NORM)
-            yield _norm(f"{at}.k_norm", width, Split.HEAD_NORM)
+            yield _norm(config, f"{at}.q_norm", width, Split.HEAD_NORM)
+            yield _norm(config, f"{at}.k_norm", width, Split.HEAD_NORM)
 
     def _latent_attention(self) -> Iterator[ModuleSpec]:
         config = self.config
@@ -321,10 +324,10 @@ class PreNormBlock:
             yield linear(f"{at}.wq", q_width, dim, Split.COLUMN, self.init)
         else:
             yield linear(f"{at}.wq_a", of.q_lora_rank, dim, Split.WHOLE, self.init)
-            yield _norm(f"{at}.q_norm", of.q_lora_rank, Split.WHOLE)
+            yield _norm(config, f"{at}.q_norm", of.q_lora_rank, Split.WHOLE)
             yield linear(f"{at}.wq_b", q_width, of.q_lora_rank, Split.COLUMN, self.init)
         yield linear(f"{at}.wkv_a", down, dim, Split.WHOLE, self.init)
-        yield _norm(f"{at}.kv_norm", rank, Split.WHOLE)
+        yield _norm(config, f"{at}.kv_norm", rank, Split.WHOLE)
         yield linear(f"{at}.wkv_b", up, rank, Split.COLUMN, self.init)
         yield linear(f"{at}.wo", dim, heads * of.v_head_dim, Split.ROW, self.deep)
 
@@ -380,5 +383,6 @@ def linear(
     return ModuleSpec(name, split, (weight, of_bias) if bias else (weight,))
 
 
-def _norm(name: str, width: int, split: Split = Split.NORM) -> ModuleSpec:
-    return ModuleSpec(name, split, (TensorSpec(f"{name}.weight", name, (width,), split, ONES),))
+def _norm(config: ModelConfig, name: str, width: int, split: Split = Split.NORM) -> ModuleSpec:
+    init = ZEROS if config.norm_zero_centred else ONES
+    return ModuleSpec(name, split, (TensorSpec(f"{name}.weight", name, (width,), split, init),))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from harness.config.parallelism import ParallelismConfig
+from harness.model.norm import Norm
 from harness.model.part import ModelPart
 from harness.model.spec import Split, modules
 from harness.parallelism.async_tp import avoid_copies
@@ -86,7 +87,7 @@ def apply_tensor_parallel(
         if spec.split in styles:
             style = styles[spec.split]
         else:
-            is_plain = type(module) in (nn.Linear, nn.RMSNorm)
+            is_plain = type(module) in (nn.Linear, nn.RMSNorm, Norm)
             style = Plain(spec, stream) if is_plain else converted_linear(spec.split, stream)
         if gather_float8:
             if style is region and spec.split is not Split.MIXTURE:

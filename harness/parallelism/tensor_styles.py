@@ -26,6 +26,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from harness.model.grouped import local_shard
+from harness.model.norm import Norm
 from harness.model.spec import ModuleSpec, Split
 
 SEQUENCE_DIM = 1
@@ -234,11 +235,11 @@ class PlainLinear(nn.Linear):
         )
 
 
-class PlainNorm(nn.RMSNorm):
+class PlainNorm(Norm):
     """A norm with a replicated weight, of the values that this rank has."""
 
     split: Split
     stream: Placement
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, local_shard(self, "weight"), self.eps)
+        return self.scaled(x, local_shard(self, "weight"))

@@ -109,6 +109,8 @@ def _unstored(family: Family, model: ModelConfig) -> Iterator[tuple[str, object]
     stored = {*(field.ours for field in family.config_fields(model)), *family.kept}
     for name, value in relevant(model):
         is_rope = name.startswith("rope.") and name != "rope.interleaved"
+        if name == "rope.rotated_fraction":
+            is_rope = family.rotated_fraction is not None
         if not is_rope and name not in stored and value != _required(family, name):
             yield name, value
 
@@ -179,7 +181,7 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
         raise UserError(
             f"{'; '.join(facts)}; would work: model=from_config, which takes all of them"
         )
-    check_attention_factor(model, rotation_of(found, family.theta))
+    check_attention_factor(model, rotation_of(found, family))
     _refuse_unread(family, model, found)
     family_of(model)
 
@@ -187,6 +189,8 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
 def _refuse_unread(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> None:
     """Refuse fields that neither the family reads nor ``harmless.txt`` has."""
     known = {*_READ_BY_ALL, *family.trained, *family.harmless, "architectures", family.type_key}
+    if family.rotated_fraction is not None:
+        known.add("partial_rotary_factor")
     if family.written is not None:
         known |= set(family.written(model))
     for field in family.config_fields(model):
@@ -232,7 +236,7 @@ def _pairs(
 ) -> Iterator[tuple[ConfigField, Mapping[str, Any]]]:
     """Every field that a config.json should have for a model, with the object in it that has the field."""
     yield from ((field, found) for field in family.config_fields(model))
-    rotation = rotation_of(found, family.theta)
+    rotation = rotation_of(found, family)
     yield from ((field, rotation) for field in rotation_fields(model, rotation))
 
 

@@ -145,6 +145,9 @@ def fill(
             if piece.expert in ranges[0]:
                 row = piece.expert - ranges[0].start
                 out[row].copy_(_read(piece, shape, ranges[1:], read))
+        elif piece.slot.rows is not None:
+            for own, theirs in piece.slot.rows.runs(ranges[0]):
+                out[own].copy_(_read(piece, shape, [theirs, *ranges[1:]], read))
         elif piece.is_same or piece.slot.within is not None:
             out.copy_(_read(piece, shape, ranges, read))
         else:  # one tensor holds all experts
@@ -174,7 +177,8 @@ def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Rea
 class HuggingFaceNames:
     """A source under Hugging Face's names and in its layout, made from one under ours.
 
-    Our tensors are cached while consecutive reads need them: at most two at a time, gate and up.
+    Our tensors are cached while consecutive reads need them: at most three at a
+    time, queries, keys and values.
     """
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
@@ -204,7 +208,14 @@ class HuggingFaceNames:
             full = self._cache[piece.ours]
             values = full if piece.expert is None else full[piece.expert]
             everything = [range(size) for size in values.shape]
-            _read(piece, full.shape, everything, lambda _, part: out[part]).copy_(values)
+            runs = [(slice(None), everything[0])]
+            if piece.slot.rows is not None:
+                runs = [*piece.slot.rows.runs(everything[0])]
+            for own, theirs in runs:
+                place = _read(
+                    piece, full.shape, [theirs, *everything[1:]], lambda _, part: out[part]
+                )
+                place.copy_(values[own])
         return out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.config.model import ModelConfig
 from harness.util.errors import UserError
-from harness.weights.families.core import ConfigField
+from harness.weights.families.core import ConfigField, Family
 
 # The fields of RopeConfig that each scaling reads.
 STRETCHING: dict[str, list[str]] = {
@@ -28,6 +28,7 @@ STRETCHING: dict[str, list[str]] = {
 _THEIRS = {"original_max_position": "original_max_position_embeddings"}
 _DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
+_FRACTION = "partial_rotary_factor"
 _NOT_FLOATS = ("truncate", "original_max_position_embeddings")
 
 # All names that a rotation may have.
@@ -59,18 +60,23 @@ def written_rotation(model: ModelConfig) -> dict[str, Any]:
         if value is not None:
             # transformers warns about integer factors.
             content[field.theirs] = value if field.theirs in _NOT_FLOATS else float(value)
+    fraction = {}
+    if model.rope.rotated_fraction != 1:
+        fraction = {_FRACTION: model.rope.rotated_fraction}
+        content |= fraction
     return {
+        **fraction,
         "rope_theta": theta,
         "rope_scaling": content if is_scaled else None,
         "rope_parameters": {**content, "rope_theta": theta},
     }
 
 
-def rotation_of(found: Mapping[str, Any], theta: float) -> dict[str, Any]:
+def rotation_of(found: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The rotation in a config.json of transformers 4 or 5, as the content of one object.
 
-    ``theta`` is the one of a file that has none. ``rope_type`` is our name of the scaling, or
-    theirs if we do not have it. UserError if the rotation is not supported.
+    ``rope_type`` is our name of the scaling, or theirs if we do not have it. UserError if the
+    rotation is not supported.
     """
     # In this order, because transformers 5 prefers rope_scaling where a file has both.
     name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
@@ -86,19 +92,22 @@ def rotation_of(found: Mapping[str, Any], theta: float) -> dict[str, Any]:
             "max_position_embeddings by its own length, and shorter ones not at all; "
             "would work: rope_scaling null"
         )
+    names = _NAMES if family.rotated_fraction is None else [*_NAMES, _FRACTION]
     for key, value in parameters.items():
-        if key not in _NAMES and value is not None and (key, value) != ("partial_rotary_factor", 1):
+        if key not in names and value is not None and (key, value) != (_FRACTION, 1):
             raise UserError(
                 f"config.json has {key} {json.dumps(value)} in {name}, which is not read; "
-                f"would work: {name} with {', '.join(_NAMES)}"
+                f"would work: {name} with {', '.join(names)}"
             )
     original = "original_max_position_embeddings"
     rotation = {
-        "rope_theta": found.get("rope_theta", theta),
+        "rope_theta": found.get("rope_theta", family.theta),
         original: found.get("max_position_embeddings", 2048),
         **parameters,
         "rope_type": "none" if kind == "default" else kind,
     }
+    if family.rotated_fraction is not None:
+        rotation.setdefault(_FRACTION, found.get(_FRACTION, family.rotated_fraction))
     if found.get(original) is not None:  # transformers prefers the one outside of the object
         rotation[original] = found[original]
     return rotation
@@ -108,6 +117,8 @@ def rotation_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator
     """The fields of a rotation; those of its scaling if the model has the same."""
     yield ConfigField("rope_theta", model.rope.theta, "rope.theta", nullable=True)
     yield ConfigField("rope_type", model.rope.scaling, "rope.scaling", nullable=True)
+    if _FRACTION in rotation:
+        yield ConfigField(_FRACTION, model.rope.rotated_fraction, "rope.rotated_fraction")
     if model.rope.scaling == rotation["rope_type"]:
         yield from scaling_fields(model)
 

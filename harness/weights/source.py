@@ -154,19 +154,27 @@ def multipliers(model: ModelConfig) -> dict[str, float]:
 
 def folded(source: WeightSource, model: ModelConfig) -> WeightSource:
     """The weights for software without muP's multipliers."""
-    return _multiplied(source, multipliers(model))
+    return _multiplied(source, model, multipliers(model))
 
 
 def unfolded(source: WeightSource, model: ModelConfig) -> WeightSource:
     """The weights of software without muP's multipliers, for a model that has them."""
-    return _multiplied(source, {name: 1 / factor for name, factor in multipliers(model).items()})
+    factors = {name: 1 / factor for name, factor in multipliers(model).items()}
+    return _multiplied(source, model, factors)
 
 
-def _multiplied(source: WeightSource, factors: Mapping[str, float]) -> WeightSource:
-    # A Python number multiplies in float32, and the result is rounded once.
-    return Changed(
-        source, lambda name, tensor: tensor * factors[name] if name in factors else tensor
-    )
+def _multiplied(
+    source: WeightSource, model: ModelConfig, factors: Mapping[str, float]
+) -> WeightSource:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        factor = factors.get(name)
+        if factor is None:
+            return tensor
+        if model.norm_zero_centred and name.endswith("norm.weight"):
+            return ((tensor.float() + 1) * factor - 1).type_as(tensor)
+        return tensor * factor  # in float32, and the result is rounded once
+
+    return Changed(source, change)
 
 
 # -- targets ----

@@ -27,6 +27,7 @@ _DECODERS = (
     "moe",
     "mtp",
     "mup",
+    "norm_zero_centred",
     "rope",
 )
 """Fields of ``model`` that only decoders read, except ``rope.theta``; they would silently have no

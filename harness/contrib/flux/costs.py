@@ -68,8 +68,8 @@ class FluxCosts(Costs):
         attended = (SavedTensor("attended", dim, INNER), SavedTensor(LSE, heads, INNER, "float32"))
         attention = (
             *_modulated("attention", dim),
-            *norm_activations("q_norm", model.head_width, INNER, heads),
-            *norm_activations("k_norm", model.head_width, INNER, heads),
+            *norm_activations(model, "q_norm", model.head_width, INNER, heads),
+            *norm_activations(model, "k_norm", model.head_width, INNER, heads),
             *(SavedTensor(name, dim, INNER) for name in ("q", "k", "v")),
             *attended,
         )

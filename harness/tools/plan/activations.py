@@ -101,8 +101,8 @@ def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> Pa
     )
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
-    norm_1 = norm_activations("attention_norm", dim)
-    norm_2 = norm_activations("ffn_norm", dim)
+    norm_1 = norm_activations(config, "attention_norm", dim)
+    norm_2 = norm_activations(config, "ffn_norm", dim)
     # A mixture copies rows and saves its router's input; only shared experts save the input itself.
     needs_whole = not mixed or config.moe.shared_hidden_dim > 0
     router = SavedTensor("router.in", dim, ROUTED, "float32")
@@ -126,7 +126,9 @@ def head_activations(config: ModelConfig) -> PartActivations:
     out, gradient = (
         SavedTensor(name, config.dim, WHOLE) for name in ("norm.out", "grad of norm.out")
     )
-    return PartActivations((*norm_activations("norm", config.dim), out), backward=(gradient,))
+    return PartActivations(
+        (*norm_activations(config, "norm", config.dim), out), backward=(gradient,)
+    )
 
 
 def prediction_activations(config: ModelConfig) -> PartActivations:
@@ -135,27 +137,33 @@ def prediction_activations(config: ModelConfig) -> PartActivations:
     return PartActivations(
         kept=(
             SavedTensor("embedded", dim, STREAM),
-            *norm_activations("mtp.embedding_norm", dim),
-            *norm_activations("mtp.hidden_norm", dim),
+            *norm_activations(config, "mtp.embedding_norm", dim),
+            *norm_activations(config, "mtp.hidden_norm", dim),
             SavedTensor("mtp.both", 2 * dim, STREAM),
-            *norm_activations("mtp.norm", dim),
+            *norm_activations(config, "mtp.norm", dim),
             SavedTensor("mtp.out", dim, STREAM),
         )
     )
 
 
 def norm_activations(
-    name: str, width: int, cut: ActivationSplit = STREAM, heads: float = 1
+    config: ModelConfig, name: str, width: int, cut: ActivationSplit = STREAM, heads: float = 1
 ) -> tuple[SavedTensor, ...]:
     """RMSNorm: its input and the reciprocal root mean squares; its output is counted with its consumer.
 
     With single operations, the input and the normalized input before the weight are saved as
-    float32.
+    float32. A zero-centred weight is an operation of its own.
     """
+    if config.norm_zero_centred:
+        normed = SavedTensor(f"{name}.normed", heads * width, cut, by=SavedBy.EAGER)
+    else:
+        normed = SavedTensor(
+            f"{name}.normed", heads * width, cut, "float32", by=SavedBy.COMPOSITE_NORM
+        )
     return (
         SavedTensor(f"{name}.in", heads * width, cut, "norm"),
         SavedTensor(f"{name}.rstd", heads, cut, "float32"),
-        SavedTensor(f"{name}.normed", heads * width, cut, "float32", by=SavedBy.COMPOSITE_NORM),
+        normed,
     )
 
 
@@ -168,18 +176,22 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
     k = groups * width
     extra: tuple[SavedTensor, ...] = ()
     if of.qk_norm == "learned":
-        extra += norm_activations("q_norm", width, INNER, heads)
-        extra += norm_activations("k_norm", width, INNER, groups)
+        extra += norm_activations(config, "q_norm", width, INNER, heads)
+        extra += norm_activations(config, "k_norm", width, INNER, groups)
     elif of.qk_norm == "l2" and of.is_rotated(layer):
         # Without a weight; the output is counted with attention.
-        extra += norm_activations("q_l2", width, INNER, heads)[:2]
-        extra += norm_activations("k_l2", width, INNER, groups)[:2]
+        extra += norm_activations(config, "q_l2", width, INNER, heads)[:2]
+        extra += norm_activations(config, "k_l2", width, INNER, groups)[:2]
     padded = width
     if of.sinks:
         # model/kernels.py, _with_sink: one more feature and one more key, padded to a multiple of
         # eight.
         padded += 8
         extra += (_inner("wo.in", q),)
+    gradients = q + 2 * k
+    if of.output_gate:
+        extra += (_inner("gate", q), _inner("gated", q))
+        gradients += q
     tensors = (
         _inner("q", heads * padded),
         _inner("k", groups * padded),
@@ -190,7 +202,7 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
         kept=(*extra, *tensors, *out),
         products=_attention_products(config, layer),
         always_saved=out,
-        backward=(_inner("grad of attended", q), _inner("grads of q, k, v", q + 2 * k)),
+        backward=(_inner("grad of attended", q), _inner("grads of q, k, v", gradients)),
     )
 
 
@@ -225,12 +237,12 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     up = heads * (of.qk_nope_head_dim + of.v_head_dim)
     kept: tuple[SavedTensor, ...] = ()
     if of.q_lora_rank is not None:
-        kept += norm_activations("q_norm", of.q_lora_rank, WHOLE)
+        kept += norm_activations(config, "q_norm", of.q_lora_rank, WHOLE)
         kept += (SavedTensor("q_norm.out", of.q_lora_rank, WHOLE),)
     # The norm's input is a view of the latents and the rotated key together.
     kept += (
         SavedTensor("latents", rank + of.qk_rope_head_dim, WHOLE),
-        *norm_activations("kv_norm", rank, WHOLE)[1:],
+        *norm_activations(config, "kv_norm", rank, WHOLE)[1:],
         SavedTensor("kv_norm.out", rank, WHOLE),
         _inner("q", wide),
         _inner("k", wide),

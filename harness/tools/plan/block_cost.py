@@ -22,6 +22,8 @@ class ElementWise:
     """
 
     norm: float = 4
+    zero_centred: float = 4
+    """Of a norm that is zero-centred, more."""
     residual: float = 6
     rotation: float = 20
     gate: float = 10
@@ -60,6 +62,7 @@ class ElementWise:
 EAGER = ElementWise()
 COMPILED = replace(
     EAGER,
+    zero_centred=0,
     residual=4,
     rotation=4,
     gate=6,
@@ -346,8 +349,12 @@ class Worker:
         gate = costs.gate
         if self.job.model.activation == "swiglu_clamped":
             gate += costs.clamped
+        norm = costs.norm
+        if self.job.model.norm_zero_centred:
+            norm += costs.zero_centred
         traffic = (
-            self.stream_rows * operations.norm_width * (costs.norm + costs.residual)
+            self.stream_rows * operations.norm_width * (norm + costs.residual)
+            + self.rows * operations.attention_gate_width / tp * costs.gate
             + self.rows * operations.rotated_width / tp * costs.rotation
             + self.rows * operations.gate_width / tp * gate
             + self.expert_rows * operations.expert_gate_width / self.expert_tp * gate

@@ -51,6 +51,8 @@ class Operations:
     """Hidden widths of a token's experts, summed."""
     expert_width: int
     """Values of a token that are sorted by expert and back."""
+    attention_gate_width: int = 0
+    """Values of attention that are gated."""
 
 
 T = TypeVar("T")
@@ -173,6 +175,7 @@ class PreNormCosts(BlockCosts):
             gate_width=of.shared_hidden_dim if top_k else model.ffn_hidden_dim,
             expert_gate_width=top_k * of.hidden_dim,
             expert_width=top_k * model.dim,
+            attention_gate_width=model.n_heads * model.value_width * model.attention.output_gate,
         )
 
 

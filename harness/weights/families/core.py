@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +13,26 @@ from harness.model.spec import tensor_shapes
 from harness.util.errors import ConfigError, divisors
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of their tensor, such as queries in a fused projection: ``length`` of every ``period``."""
+
+    first: int
+    length: int
+    period: int
+
+    def runs(self, ours: range) -> Iterator[tuple[slice, range]]:
+        """Consecutive rows: which of ``ours`` they are, counted from its first, and which of theirs."""
+        row = ours.start
+        while row < ours.stop:
+            run, within = divmod(row, self.length)
+            count = min(self.length - within, ours.stop - row)
+            theirs = run * self.period + self.first + within
+            begin = row - ours.start
+            yield slice(begin, begin + count), range(theirs, theirs + count)
+            row += count
 
 
 @dataclass(frozen=True)
@@ -25,6 +45,8 @@ class TensorSlot:
     transposed: bool = False  # the last two dimensions are swapped
     within: tuple[int, int] | None = None
     """Our values are only a part of its last dimension: their first index, and its length."""
+    rows: Rows | None = None
+    """Our rows are only some of its rows; None: all of them."""
 
 
 Names = dict[str, str | TensorSlot]
@@ -74,6 +96,9 @@ class TensorMapping:
             shape = (*shape[:-2], shape[-1], shape[-2])
         if self.slot.within is not None:
             return (*shape[:-1], self.slot.within[1])
+        rows = self.slot.rows
+        if rows is not None:
+            return (shape[0] // rows.length * rows.period, *shape[1:])
         return shape if self.slot.half is None else (*shape[:-1], 2 * shape[-1])
 
 
@@ -153,6 +178,9 @@ class Family:
             cannot build.
         written: further fields to write to config.json, which are not read.
         theta: default of rope_theta.
+        rotated_fraction: default of partial_rotary_factor; None: transformers does not read it and
+            rotates all of a head.
+        slots: like ``names``, of tensors whose places depend on the model's widths.
         assumed: values of fields in ``kept`` for a model that is read from config.json alone.
         harmless: fields of config.json that change nothing beside ``config_fields``; all families'
             are in ``harness.weights.families.harmless``.
@@ -176,6 +204,8 @@ class Family:
     unbuildable: Callable[[ModelConfig], None] | None = None
     written: Callable[[ModelConfig], dict[str, Any]] | None = None
     theta: float = 10000.0
+    rotated_fraction: float | None = None
+    slots: Callable[[ModelConfig], Names] | None = None
     assumed: Callable[[ModelConfig], dict[str, object]] | None = None
     trained: Mapping[str, str] = field(default_factory=dict)
     harmless: tuple[str, ...] = ()
@@ -204,6 +234,8 @@ class Family:
         """The mapping of all tensors, in our order."""
         shapes = tensor_shapes(model)
         in_blocks: Names = {**self.names, **self.mtp}
+        if self.slots is not None:
+            in_blocks |= self.slots(model)
         for name, shape in shapes.items():
             block = _IN_BLOCK.fullmatch(name)
             known = in_blocks if block else OUTSIDE
@@ -214,6 +246,8 @@ class Family:
             if module is not None:
                 place = known.get(module[1])
                 slot = TensorSlot(f"{place}{module[2]}") if isinstance(place, str) else None
+                if isinstance(place, TensorSlot):
+                    slot = replace(place, name=f"{place.name}{module[2]}")
             if not isinstance(slot, TensorSlot):
                 rule = f"checkpoints of this family have no place for {name}"
                 raise ConfigError("model.family", self.name, rule)
