@@ -204,6 +204,11 @@ class _Attempts:
     def run(self, job: Job, started: float) -> tuple[int, Loss | None]:
         """Check the nodes and run the ranks; return the exit code, and which nodes were lost."""
         nodes = self.nodes[: job.cluster.nodes_for(job.world_size)[0]]
+        # Also while nodes are checked and it is found out which are lost, which may take minutes.
+        with _guarded(self.allocation, nodes if self.goes_on else [], self.folder.path / "logs"):
+            return self._guarded_run(job, nodes, started)
+
+    def _guarded_run(self, job: Job, nodes: list[str], started: float) -> tuple[int, Loss | None]:
         if self.checks != "off":
             try:
                 check_nodes(job, self.folder.path, nodes)
@@ -214,7 +219,7 @@ class _Attempts:
                 return code, self._without(error.nodes, str(error), error)
         on = nodes if self.goes_on else []
         slow: dict[str, list[str]] = {}
-        with _guarded(self.allocation, on, self.folder.path / "logs"), self._watched(job, on, slow):
+        with self._watched(job, on, slow):
             code = _run_ranks(job, self.folder, self.allocation, started, self.received, on)
         if slow and code == EXIT_RESUMABLE and not self.received.has_any:
             replaced = UnfitNodes(slow)
