@@ -73,6 +73,11 @@ class RunFolder:
         return state if isinstance(state, str) else None
 
     @property
+    def started(self) -> float | None:
+        """When the first process of the last attempt started; it tells attempts apart."""
+        return self._read(STATUS).get("started")
+
+    @property
     def stop_reason(self) -> str | None:
         """Why the last attempt was stopped early; None if unknown."""
         return self._read(STATUS).get("reason")
@@ -131,10 +136,7 @@ class RunFolder:
     def may_be_running(self) -> bool:
         """Whether a process may be running the job; on another machine, judged by the lock if supported."""
         status = self._read(STATUS)
-        if status.get("host") == socket.gethostname() or status.get("state") not in (
-            "starting",
-            "running",
-        ):
+        if status.get("host") == socket.gethostname() or status.get("state") not in BEGUN:
             return is_running(status)
         try:
             held = lock(self.path / LOCK)
@@ -172,13 +174,15 @@ class RunFolder:
         }
         if state in BEGUN:
             kept.setdefault("started", time.time())
-        owner = {
+        status = {
+            "state": state,
             "host": socket.gethostname(),
             "pid": pid,
             "pid_started": _start_of(pid),
             "time": time.time(),
+            **kept,
+            **facts,
         }
-        status = {"state": state, **owner, **kept, **facts}
         write_json_atomically(self.path / STATUS, status)
 
     def _read(self, name: str) -> dict[str, Any]:

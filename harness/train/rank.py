@@ -30,6 +30,7 @@ from harness.train.process import (
 )
 from harness.util.errors import (
     EXIT_INTERRUPTED,
+    EXIT_MACHINE,
     EXIT_OK,
     EXIT_RESUMABLE,
     EXIT_USER,
@@ -111,6 +112,7 @@ class Rank:
         self.folder = folder
         self.record = RunRecord(job, folder)
         self.number = int(os.environ.get("RANK", "0"))
+        self.attempt = folder.started
 
     def end(self, trainer: Trainer, reason: str) -> int:
         """Write the run's row on rank 0, and return the exit code."""
@@ -132,7 +134,12 @@ class Rank:
         return code
 
     def fail(self, error: BaseException) -> int:
-        """Record an error, and on rank 0 the run's row with its results so far; return the exit code."""
+        """Record an error, and on rank 0 the run's row with its results so far; return the exit code.
+
+        Nothing is recorded if another attempt has begun: the node of this rank was given up, and is back.
+        """
+        if self.folder.started not in (None, self.attempt):
+            return EXIT_MACHINE
         # Record the cause first: the next calls can fail or take long, and must not replace it.
         step = None if self.trainer is None else self.trainer.progress.step
         code = int(self.folder.errors.record(self.number, error, step=step)["exit_code"])

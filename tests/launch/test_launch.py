@@ -18,10 +18,12 @@ from one_line import one_line
 from processes import python, until
 
 from harness.compose.length import note
+from harness.config.cluster import CLUSTERS, ClusterKind
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.launch.begin import begin
+from harness.launch.begin import begin, begin_again
 from harness.launch.local import note_busy_cores
+from harness.launch.train import train
 from harness.run.folder import RunFolder
 from harness.train.rank import Rank
 from harness.train.setup import rendezvous
@@ -332,6 +334,39 @@ def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path, peer_failed):
     row = json.loads((folder.path / "result.json").read_text())
     expected = ("failed", EXIT_BUG) if peer_failed else ("interrupted", EXIT_INTERRUPTED)
     assert (row["exit_reason"], row["exit_code"]) == expected
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_rank_whose_node_comes_back_leaves_the_next_attempt_alone(tmp_path, is_late):
+    job = tiny(f"runs_dir={tmp_path}")
+    folder = RunFolder(job.run_dir)
+    begin(folder, job, [])
+    rank = Rank(job, folder)
+    if is_late:
+        begin_again(folder, job)
+    rank.fail(RuntimeError("Connection closed by peer"))
+    assert (folder.has_result, folder.errors.has(0)) == (not is_late, not is_late)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "rule"),
+    [
+        (
+            "local",
+            "2",
+            "a job has one number of ranks, and torchrun chooses another when it goes on",
+        ),
+        ("own", None, "is of cluster.kind=local and slurm, and this is own; would work: requeue"),
+    ],
+)
+def test_other_launchers_do_not_go_on_without_a_node(monkeypatch, kind, ranks, rule):
+    monkeypatch.setitem(CLUSTERS._builtins, "own", ClusterKind("nowhere:start", is_here=True))
+    if ranks is not None:
+        for name, value in {**LONE, "RANK": "1", "WORLD_SIZE": ranks, "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+    typed = [*TWO_RANKS, f"cluster.kind={kind}", "cluster.on_node_loss=continue"]
+    with one_line(ConfigError, f"cluster.on_node_loss=continue: {rule}"):
+        train(tiny(*typed), typed)
 
 
 def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch):
