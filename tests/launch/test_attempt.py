@@ -14,10 +14,12 @@ from processes import python
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
+from harness.launch import losses
 from harness.launch import slurm_attempt as attempt
-from harness.launch.batch import Received
+from harness.launch.batch import SIGNALS, Received
 from harness.launch.begin import begin, begin_again
 from harness.launch.faults import UnfitNodes
+from harness.launch.layouts import Layout
 from harness.launch.queue import Jobs, SlurmError
 from harness.launch.slurm_attempt import Allocation, _verdict
 from harness.launch.state import SlurmJobRecord, read_state
@@ -42,6 +44,17 @@ ERRORS = {
     "peer": RuntimeError("Connection closed by peer"),
     "stop": KeyboardInterrupt(),
 }
+
+
+@pytest.fixture
+def signals():
+    """Signals that this process receives as the batch process does."""
+    received = Received()
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
+    received.install()
+    yield received
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Granted(Allocation):
@@ -366,3 +379,66 @@ def test_a_spare_takes_the_place_of_a_slow_node_at_most_once_an_hour(submitted, 
     attempts.nodes.append("n5")
     seconds = 0.2
     assert attempts.run(job, 0.0) == (EXIT_OK, None)
+
+
+# A job on three of four nodes loses n3. What happens when its process asks SLURM about the nodes, and their
+# states; whether SLURM takes the job back into its queue; on which nodes ranks started, and how it ended.
+@pytest.mark.parametrize(
+    ("sinfo", "takes", "on", "code", "state"),
+    rows("""
+        ":; idle idle down idle"                  true   [n1 n2 n3, n1 n2 n4]  0   completed
+        "fails 1; idle idle down idle"            true   [n1 n2 n3, n1 n2 n4]  0   completed
+        "fails 9; idle idle down idle"            true   [n1 n2 n3]            75  requeued
+        "fails 9; idle idle down idle"            false  [n1 n2 n3]            3   failed
+        "kill -TERM $PPID; idle idle down idle"   true   [n1 n2 n3]            75  requeued
+        "kill -USR2 $PPID; idle idle down idle"   true   [n1 n2 n3]            75  requeued
+        ":; idle idle down* drained"              true   [n1 n2 n3, n1 n2]     0   completed
+        ":; idle down down down"                  true   [n1 n2 n3]            75  requeued
+        ":; idle down down down"                  false  [n1 n2 n3]            3   failed
+        ":; down idle down idle"                  true   [n1 n2 n3]            75  requeued
+    """),
+)
+def test_bad_luck_between_two_attempts(
+    sinfo, takes, on, code, state, submitted, put, monkeypatch, signals
+):
+    run = submitted.path
+    act, _, states = sinfo.partition("; ")
+    listed = "\n".join(f"n{number} {state}" for number, state in enumerate(states.split(), 1))
+    (run / "sinfo").write_text(f"{listed}\n")
+    ended = json.dumps({"exit_code": EXIT_OK, "exit_reason": "completed", "state": "completed"})
+    refused = "echo Unable to contact slurm controller >&2; exit 1"
+    put(
+        sinfo=f"""
+            fails() {{ echo >> {run}/asked; [ $(wc -l < {run}/asked) -gt $1 ] || {{ {refused}; }}; }}
+            {act}
+            cat {run}/sinfo
+        """,
+        scontrol=f"""
+            case "$*" in
+                requeue*) {"exit" if takes else refused};;
+                *hostnames*) printf 'n1\nn2\nn3\nn4\n';;
+                *) echo JobState=RUNNING Restarts=0 NodeList=n[1-4];;
+            esac
+        """,
+        srun=f"""
+            nodes=$(echo "$*" | sed 's/.*--nodelist=//; s/ .*//; s/,/ /g')
+            echo $nodes >> {run}/tried
+            touch {run}/logs/rank0.out
+            case "$nodes" in *n3*) echo 'srun: error: Node failure on n3' >&2; exit 1;; esac
+            echo '{ended}' | tee {run}/status.json > {run}/result.json
+        """,
+    )
+    monkeypatch.setattr(attempt, "RETRY_SECONDS", 0.0)
+    if "9" in sinfo:
+        monkeypatch.setattr(attempt, "ANSWER_SECONDS", 0.0)
+    for name in ("SLURM_JOB_NAME", "SLURM_JOB_NODELIST"):
+        monkeypatch.setenv(name, "a")
+    monkeypatch.setattr(attempt, "_guarded", lambda *_: nullcontext())
+    losing = ["parallelism=fsdp", "cluster.ranks_per_node=1", "training.global_batch_size=12"]
+    losing = [*SLURM_JOB, *losing, "cluster.spare_nodes=1", "cluster.on_node_loss=continue"]
+    job, smaller = (compose_job([*losing, f"parallelism.dp_shard={ranks}"]) for ranks in (3, 2))
+    monkeypatch.setattr(losses, "read_layouts", lambda _: {2: Layout(2, smaller)})
+    (run / "job.json").write_text(job.to_json())
+    assert attempt.run(submitted, Allocation("7", 0), signals) == code
+    assert (run / "tried").read_text().splitlines() == on
+    assert submitted.state == state

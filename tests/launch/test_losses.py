@@ -1,22 +1,30 @@
 """A run that goes on without lost ranks: what counts as lost, and that nothing else changes."""
 
+import contextlib
 import json
+import os
+import shutil
+import signal
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
 from cases import rows
 from goes_on import LOSING, PATCH, WITNESSED, check_witness
-from jobs import tiny
+from jobs import tiny, train
 
+from harness.checkpoint.resume import find_start
 from harness.launch import begin as begin_module
 from harness.launch import local, losses
-from harness.launch.begin import begin
+from harness.launch.begin import begin, begin_again
 from harness.launch.faults import RankDied
 from harness.launch.layouts import Layout
-from harness.run.folder import RunFolder
+from harness.launch.losses import Loss, go_on
+from harness.launch.state import record_lost
+from harness.run.folder import LAYOUT, RunFolder
 from harness.train.process import FLIGHT_RECORDER
-from harness.util.errors import EXIT_OK
+from harness.util.errors import EXIT_MACHINE, EXIT_OK
 
 ERRORS = {
     "peer": RuntimeError("Connection closed by peer"),
@@ -81,7 +89,8 @@ else:
 """
 
 
-# How ranks end, of each attempt; the exit code, the ranks of each attempt, and what is said.
+# How ranks end, of each attempt, with a ! if a stop request comes before it; the exit code, the ranks of each
+# attempt, and what is said.
 @pytest.mark.parametrize(
     ("ends", "code", "worlds", "says"),
     rows("""
@@ -93,6 +102,7 @@ else:
         done SIGSEGV done done                                 3    [4]        ''
         SIGKILL SIGKILL SIGKILL done                            3    [4]        'left: fewer than cluster'
         done SIGKILL done done / waits stop waits               130  [4, 3]     ''
+        done SIGKILL done done /! waits waits waits             130  [4, 3]     ''
         done done done SIGKILL / done done SIGKILL / SIGKILL done   3    [4, 3, 2]  '1 rank left'
     """),
 )
@@ -108,12 +118,18 @@ def test_a_controller_goes_on_with_the_ranks_left(
     job, *fewer = (tiny("parallelism=fsdp", each, *common) for each in layouts)
     monkeypatch.setattr(begin_module, "prepare", lambda *_: None)
     prepared = {each.world_size: Layout(each.world_size, each, "", 0, 0, 0) for each in fewer}
-    monkeypatch.setattr(losses, "read_layouts", lambda _: prepared)
+
+    def read_layouts(_):
+        if "!" in ends:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return prepared
+
+    monkeypatch.setattr(losses, "read_layouts", read_layouts)
     (tmp_path / "rank").write_text(STAND_IN)
     (tmp_path / "rank").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "rank"))
     monkeypatch.setattr(local, "LEAVING_SECONDS", 60.0)
-    monkeypatch.setenv("TEST_ENDS", ends)
+    monkeypatch.setenv("TEST_ENDS", ends.replace("!", ""))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     folder = RunFolder(job.run_dir)
     begin(folder, job, [])
@@ -126,21 +142,89 @@ def test_a_controller_goes_on_with_the_ranks_left(
     assert says in capfd.readouterr().err
 
 
+class Killed(BaseException):
+    """The end of this process, as far as a test sees it."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch):
+    """Says before which of the next changes of a name, by which every write ends, this process is killed."""
+    left = [0]
+
+    def counted(change):
+        def changed(*arguments, **options):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return change(*arguments, **options)
+
+        return changed
+
+    for name in ("rename", "replace", "mkdir"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+    return lambda number: left.__setitem__(0, number)
+
+
+# Who finds the folder: the same command, or the same job that SLURM has started on other nodes.
+@pytest.mark.parametrize(
+    ("saves", "again"), [(True, lambda folder, job: begin(folder, job, [])), (False, begin_again)]
+)
+def test_each_instruction_between_two_attempts_may_be_the_last(
+    saves, again, tmp_path, monkeypatch, kill_at
+):
+    """Nothing saved is lost, and the next attempt is on all ranks."""
+    monkeypatch.setattr(begin_module, "prepare", lambda *_: None)
+    common = (*WITNESSED, "schedule.total_steps=6")
+    done = train(tmp_path, *common, "training.steps=4", f"checkpoint.enable={saves}").folder.path
+    layouts = (f"parallelism.dp_shard={ranks}" for ranks in (3, 2))
+    job, smaller = (tiny("parallelism=fsdp", each, *common, LOSING[1]) for each in layouts)
+    monkeypatch.setattr(losses, "read_layouts", lambda _: {2: Layout(2, smaller)})
+    began = None
+    for number in count(1):
+        run = tmp_path / f"{number}" / job.id
+        folder = RunFolder(run)
+        begin(folder, job, [])
+        if saves:
+            shutil.copytree(done / "checkpoints", run / "checkpoints")
+        shutil.copy(done / "metrics.jsonl", run)
+        folder.errors.record(1, ERRORS["peer"], step=4)
+        kill_at(number)
+        with contextlib.suppress(Killed):
+            began = go_on(job, folder, EXIT_MACHINE, Loss("rank 2 was lost", 1, 2))
+        kill_at(0)
+        folder.release()
+        found = RunFolder(run)
+        record_lost([run])
+        again(found, found.read_job())
+        found.release()
+        assert found.read_job() == found.attempt_job() == job
+        start = find_start(job, run)
+        assert [each.step for each in start.candidates[:1]] == [4] * saves
+        kept = run if saves else next(run.glob("attempts/*/metrics.jsonl")).parent
+        assert (kept / "metrics.jsonl").read_bytes() == (done / "metrics.jsonl").read_bytes()
+        assert [path.name for path in run.glob("attempts/*/errors/rank1.json")] == ["rank1.json"]
+        if began is not None:
+            break
+    assert began == smaller and number > 10
+    assert [path.name for path in run.glob(f"attempts/*/{LAYOUT}")] == [LAYOUT]
+
+
 def test_losses_change_no_number(launch):
-    """While a checkpoint is written, and while it is loaded."""
+    """In the first step, while a checkpoint is written, and while it is loaded."""
     job = launch(
-        *("parallelism=fsdp", "parallelism.dp_shard=3", "cluster.min_nodes=1", *WITNESSED, *LOSING),
+        *("parallelism=fsdp", "parallelism.dp_shard=4", "cluster.min_nodes=1", *WITNESSED, *LOSING),
         patch=PATCH.read_text(),
-        environment={"TEST_DEATHS": "2@save4 1@load"},
+        environment={"TEST_DEATHS": "3@step1 2@save4 1@load"},
     )
     assert job.finish() == EXIT_OK, job.err
     said = [line for line in job.err.splitlines() if "lost" in line]
     assert [line.partition("; ")[2] for line in said] == [
+        "going on from step 0 on 3 ranks: dp_shard 3",
         "going on from step 2 on 2 ranks: dp_shard 2",
         "going on from step 2 on 1 rank: one rank",
     ]
     row = job.read("result.json")
-    assert (row["losses"], row["lost_steps"], row["start_step"]) == (2, 2, 2)
+    assert (row["losses"], row["lost_steps"], row["start_step"]) == (3, 2, 2)
     assert row["recovery_seconds"] == pytest.approx(
         sum(
             row[f"recovery.{part}"]
