@@ -303,7 +303,7 @@ def first_wrong(
                 own = each.values[what]
                 part = _part(whole, own, each, layout)
                 if own.shape == part.shape:
-                    offs.append(_off(own, part))
+                    offs.append(relative_difference(own, part))
             off = largest(offs)
         else:
             off = difference(what, whole, [each.values for each in holders])
@@ -321,7 +321,7 @@ def difference(what: str, whole: Any, found: Sequence[dict[str, Any]]) -> float:
     if what.startswith(SHARE):
         own = [math.sqrt(sum(own))]
         whole = math.sqrt(whole)
-    return largest([_off(each, whole) for each in own])
+    return largest([relative_difference(each, whole) for each in own])
 
 
 def largest(values: Sequence[float]) -> float:
@@ -365,7 +365,8 @@ def _share(whole: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
     return pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0)
 
 
-def _off(own: Tensor | float, whole: Tensor | float) -> float:
+def relative_difference(own: Tensor | float, whole: Tensor | float) -> float:
+    """The 2-norm of the difference over that of ``whole``; 0 where both are equal."""
     own, whole = (torch.as_tensor(each, dtype=torch.float64) for each in (own, whole))
     apart = (own - whole).norm()
     return float(apart / whole.norm()) if apart else 0.0

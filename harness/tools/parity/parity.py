@@ -22,6 +22,7 @@ from harness.launch.inputs import require_vocabulary
 from harness.metrics.console import progress
 from harness.tools.parity.formats import formats_of, lowest_format
 from harness.tools.parity.random_jobs import random_job
+from harness.tools.parity.verdict import HEADER, Verdict, line
 from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.words import plural
 
@@ -54,6 +55,11 @@ class ParityConfig:
     """Additional layouts for models with experts."""
     layouts: list[str] = label(factory=list)
     """Names in the matrix to run; empty runs all."""
+    transformers: str | None = label(None)
+    """A folder with a causal language model of transformers, which the harness need not know: its layouts
+    are compared in place of the job's, by one pass of random tokens. Needs accelerate."""
+    transformers_matrix: dict[str, str] = label(factory=dict)
+    """Known layouts of transformers: name -> sizes of its DistributedConfig, separated by spaces."""
     world_size: int = label(8, least=1)
     """Ranks to start; layouts that need more are reported as skipped."""
     random: int = label(0, least=0)
@@ -99,25 +105,6 @@ class ParityJob(Job):
 Trace = list[dict[str, Any]]
 """Values of every step on one rank, by the words that name them: ``values_of`` in ``first_wrong``. The first
 and the last step are whole, and the last one also has what the updates have left."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Largest relative differences between one layout and one process."""
-
-    layout: str
-    ranks: int
-    loss: float
-    gradient: float
-    worst_parameter: str
-    norm: float
-    """That of the gradient norm, of one gradient's part of it, of the norm of a tensor, or of a statistic of
-    activations."""
-    passed: bool
-    wrong_step: int = 0
-    """The first step with a value that differs, from 0."""
-    first_wrong: str = ""
-    """The first value that departs, where the layout differs."""
 
 
 def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
@@ -327,6 +314,8 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
 
     config = job.parity
     config.validate(job.steps)
+    if config.transformers is not None:
+        return parity_of_transformers(job, config.transformers, overrides)
     rows: Iterable[Row] = random_rows(config, overrides)
     total = config.random
     if not config.random:
@@ -376,6 +365,53 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
     )
 
 
+def parity_of_transformers(job: ParityJob, folder: str, overrides: list[str]) -> Result:
+    """Compare transformers' layouts of the model in a folder with one process, and print a row for each."""
+    from harness.launch.pool import RankFailed, RankPool
+    from harness.tools.parity.foreign import Layout, batch_of, check, compare, trace
+
+    config = job.parity
+    check(folder, overrides)
+    chosen = chosen_layouts(config.transformers_matrix, config.layouts)
+    layouts = {name: Layout.read(name, chosen[name]) for name in chosen}
+    batch = batch_of(job, layouts)
+    tolerances = tolerances_of(Job(), config)
+    compared = []
+    skipped = []
+    out = sys.stdout
+    with RankPool(config.world_size) as pool, progress(len(layouts)) as show:
+        [reference] = pool.run(1, trace, folder, {}, batch)
+        if isinstance(reference, str):
+            raise ConfigError("parity.transformers", folder, f"cannot be loaded: {reference}")
+        out.write(HEADER.replace("     norm", "  weights"))
+        for name, layout in layouts.items():
+            show(name)
+            reason = f"parity.world_size={config.world_size}"
+            if layout.ranks <= config.world_size:
+                try:
+                    found = pool.run(layout.ranks, trace, folder, layout.sizes, batch)
+                except RankFailed as error:
+                    compared.append({"layout": name, "ranks": layout.ranks, "passed": False})
+                    out.write(f"{name:<28} {layout.ranks:>5}  FAILED\n{error}\n")
+                    continue
+                refusals = [each for each in found if isinstance(each, str)]
+                if not refusals:
+                    verdict = compare(name, layout, reference, found, tolerances)
+                    compared.append(dataclasses.asdict(verdict))
+                    out.write(line(verdict))
+                    continue
+                reason = refusals[0]
+            skipped.append(name)
+            out.write(f"{name:<28} {layout.ranks:>5}  skipped: {reason}\n")
+    agree = sum(bool(row["passed"]) for row in compared)
+    return Result(
+        {"compared": compared, "agree": agree, "skipped": skipped},
+        f"{agree} of {len(compared)} layouts of transformers agree with one process "
+        f"(tolerance {tolerances[0]:g} loss, {tolerances[1]:g} gradients)\n",
+        EXIT_OK if agree == len(compared) > 0 else EXIT_DIFFERS,
+    )
+
+
 Row = tuple[str, Job, str]
 """Of the table: its name, a job to compare, and the overrides that compose it if the name does not say."""
 
@@ -389,34 +425,18 @@ def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
         yield f"parity.seed={seed}", job.plain, " ".join(composed)
 
 
-HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"
-
-
-def line(verdict: Verdict) -> str:
-    """One row of the table."""
-    return (
-        f"{verdict.layout:<28} {verdict.ranks:>5} "
-        f"{verdict.loss:>9.1e} {verdict.gradient:>9.1e} {verdict.norm:>9.1e}  "
-        f"{'ok     ' if verdict.passed else 'DIFFERS'}  {verdict.worst_parameter}\n"
-        + (f"    first wrong: {verdict.first_wrong}\n" if verdict.first_wrong else "")
-    )
-
-
 def compose_layouts(
     config: ParityConfig, overrides: list[str], *, has_experts: bool = False
 ) -> dict[str, Job]:
     """Compose the chosen layouts as jobs with the same numerics, by name."""
     matrix = config.matrix | (config.expert_matrix if has_experts else {})
-    for name in config.layouts:
-        if name not in matrix:
-            raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
+    chosen = chosen_layouts(matrix, config.layouts)
     jobs: dict[str, Job] = {}
     composer = Composer("parity", ParityJob)
-    names = config.layouts or matrix
-    with progress(len(names), seconds=5.0) as show:
-        for name in names:
+    with progress(len(chosen), seconds=5.0) as show:
+        for name, words in chosen.items():
             show(f"composing {name}")
-            job = composer.job([*overrides, *matrix[name].split()]).plain
+            job = composer.job([*overrides, *words.split()]).plain
             differing = differing_numerics(next(iter(jobs.values()), job), job)
             if differing:
                 raise ConfigError(
@@ -424,6 +444,14 @@ def compose_layouts(
                 )
             jobs[name] = job
     return jobs
+
+
+def chosen_layouts(matrix: dict[str, str], names: list[str]) -> dict[str, str]:
+    """The named rows of a matrix; all, if none is named."""
+    for name in names:
+        if name not in matrix:
+            raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
+    return {name: matrix[name] for name in names or matrix}
 
 
 def single_process(job: Job) -> Job:
