@@ -31,7 +31,7 @@ def misbehaving(how):
 
 # So slow that the test has time to act on the job.
 SLOW = misbehaving("slow")
-COMMAND_SECONDS = 240
+COMMAND_SECONDS = 600
 
 
 class Commands:
@@ -141,7 +141,7 @@ def step_of(run):
         return 0
 
 
-def until_done(run, seconds=240):
+def until_done(run, seconds=COMMAND_SECONDS):
     def is_done():
         # A failed attempt is not the end: its batch process may go on without the nodes it lost.
         state = read(run / "status.json").get("state")

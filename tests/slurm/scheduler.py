@@ -41,7 +41,7 @@ ReturnToService=1
 JobRequeue=1
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
-KillWait=20
+KillWait={kill_wait}
 MinJobAge=300
 InactiveLimit=0
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
@@ -79,18 +79,27 @@ def _processes_with(*variables):
                 yield entry
 
 
+def _send(number, processes):
+    for each in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, number)
+
+
 class Scheduler:
     """SLURM's daemons in their own folder; leaving the context ends them.
 
     Args:
         folder: folder for configuration, state and logs. Its path must be short: it has munge's socket.
+        kill_wait: seconds that processes have between SIGTERM and SIGKILL, for example to save.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, kill_wait=20):
         self.folder = folder
+        self.kill_wait = kill_wait
         # Stored, because a test that runs meanwhile may put its own commands first in $PATH.
         self._path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
         self._daemons = {}
+        self._frozen = {}
 
     def __enter__(self):
         try:
@@ -147,9 +156,14 @@ class Scheduler:
         steps = [
             each for each in parents if (each / "cmdline").read_bytes().startswith(b"slurmstepd")
         ]
-        for each in (*steps, *tasks):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(each.name), number)
+        killed = [int(each.name) for each in (*steps, *tasks)]
+        _send(number, killed)
+        self._frozen[node] = killed
+
+    def thaw_node(self, node):
+        """Let a frozen node go on."""
+        self._daemons[node].send_signal(signal.SIGCONT)
+        _send(signal.SIGCONT, self._frozen[node])
 
     def run(self, *command):
         """Return the output of a client command."""
@@ -188,6 +202,7 @@ class Scheduler:
             "host": host,
             "user": getpass.getuser(),
             "port": free_port(),
+            "kill_wait": self.kill_wait,
         }
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "

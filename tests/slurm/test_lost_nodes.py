@@ -14,6 +14,7 @@ from commands import (
     Commands,
     facts_of,
     job_of,
+    nodes_in,
     until,
     until_done,
 )
@@ -25,13 +26,13 @@ from scheduler import Scheduler
 def slurm():
     """A SLURM of its own, because its nodes are not given back."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    with Scheduler(folder) as scheduler:
+    with Scheduler(folder, kill_wait=5) as scheduler:
         yield scheduler
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_jobs_outlive_their_nodes(slurm, tmp_path):
-    """One job loses three nodes in turn, another its first."""
+    """One job loses three nodes in turn, of which one comes back; another loses its first."""
     (tmp_path / "patch").mkdir()
     shutil.copy(PATCH, tmp_path / "patch" / "sitecustomize.py")
     commands = Commands(slurm, tmp_path)
@@ -52,11 +53,16 @@ def test_jobs_outlive_their_nodes(slurm, tmp_path):
     other = submit("first", "parallelism.dp_shard=2", "cluster.exclude='node1,node2'")
     until_held(run, 0)
     until_held(other, 0)
-    slurm.kill_node("node3", job_of(run), job_of(other))
+    slurm.kill_node("node3", job_of(run), job_of(other), number=signal.SIGSTOP)
     until_held(run, 1)
+    until(lambda: facts_of(slurm, other)["Restarts"] == "1", "the other job to be requeued")
+    slurm.run("scancel", job_of(other))
+    slurm.thaw_node("node3")
+    until(lambda: "node3" in slurm.run("sinfo", "--noheader", "--states=idle", "--Node"), "node3")
     slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     until_held(run, 2)
-    slurm.kill_node("node4", job_of(run), number=signal.SIGSTOP)
+    assert nodes_in(slurm, facts_of(slurm, run)["NodeList"]) == ["node1", "node4"]
+    slurm.kill_node("node4", job_of(run))
     until_done(run)
 
     assert facts_of(slurm, run)["Restarts"] == "0"
@@ -67,5 +73,4 @@ def test_jobs_outlive_their_nodes(slurm, tmp_path):
         "going on from step 4 on 1 node: one rank",
     ], log
     check_witness(run)
-    until(lambda: facts_of(slurm, other)["Restarts"] == "1", "the other job to be requeued")
-    slurm.run("scancel", job_of(other))
+    assert not list((run / "errors").iterdir())
