@@ -114,6 +114,10 @@ deepseek_v3_plain:
     moe__normalize_scores: false, moe__shared_hidden_dim: 64, rope__scaling: none, rope__interleaved: false}]
 gpt_oss: [gpt_oss_debug, {}]
 gpt_oss_truncated: [gpt_oss_debug, {rope__truncate: true, attention__global_every_nth_layer: 3}]
+qwen3_next: [qwen3_next_debug, {}]
+qwen3_next_other:
+    [qwen3_next_debug, {n_layers: 3, layer_kinds: [full, delta, delta], delta__key_heads: 4, delta__kernel: 2,
+    moe__normalize_scores: false, moe__first_dense_layers: 1, rope__rotated_fraction: 0.5}]
 llama4: [llama4_debug, {}]
 llama4_maverick: [llama4_debug, {attention__qk_norm: none, rope__scaling: none}]
 llama4_all_experts:
@@ -136,6 +140,8 @@ def random_model(config, seq_len=SEQ_LEN):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if re.search(r"\.(bias|b[123]|sinks|balance_bias)$", name):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            elif re.search(r"\.(conv_[qkv]|a_log|dt_bias)$", name):
+                pass
             elif "norm" in name:
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
             elif tensor.requires_grad and name != "tok_embeddings.weight":
@@ -198,6 +204,8 @@ def with_another(config, field):
         value = not before
     elif isinstance(before, str):
         value = next(choice for choice in CHOICES[field.split(".")[-1]] if choice != before)
+    elif field == "layer_kinds":
+        value = ["full", "delta"]
     elif isinstance(before, dict):
         value = {"an_option": 1}
     else:

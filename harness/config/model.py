@@ -240,6 +240,7 @@ GROUP_SCORES = ("max", "top2_sum")
 
 
 EXPERTS = Switch("model.moe.num_experts", "model=qwen3_moe_debug")
+SHARED = Switch("model.moe.shared_hidden_dim", "model.moe.shared_hidden_dim=WIDTH")
 ROUTED = Switch("model.moe.force_balance", "model.moe.force_balance=false", operator.not_)
 
 
@@ -258,6 +259,9 @@ class MoEConfig:
     """Width of an expert's hidden layer."""
     shared_hidden_dim: int = numerics(0, least=0)
     """Hidden width of all shared experts together; 0: there are none."""
+    shared_gate: bool = added_numerics(False, needs=SHARED)
+    """Whether the output of shared experts is multiplied by the sigmoid of a linear of their input
+    (Qwen3-Next)."""
     first_dense_layers: int = numerics(0, least=0)
     """Number of blocks at the beginning with a dense feed-forward."""
     every_nth_layer: int = numerics(1, least=1)
@@ -330,6 +334,54 @@ class MoEConfig:
             raise ConfigError("model.moe.group_score", self.group_score, rule, ["max"])
 
 
+LAYER_KINDS = ("full", "delta")
+
+
+def _has_delta(kinds: list[str] | None) -> bool:
+    return kinds is not None and "delta" in kinds
+
+
+DELTA = Switch("model.layer_kinds", "model.layer_kinds=[delta,full]", _has_delta)
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Gated DeltaNet (arXiv:2412.06464), the mixer of ``delta`` layers: every value head has a state of
+    key_head_dim x value_head_dim values, which positions write to and read."""
+
+    key_heads: int = added_numerics(0, least=0, needs=DELTA)
+    """Query and key heads; each serves value_heads / key_heads value heads."""
+    value_heads: int = added_numerics(0, least=0, needs=DELTA)
+    """Value heads."""
+    key_head_dim: int = added_numerics(0, least=0, needs=DELTA)
+    """Width of a query or key head."""
+    value_head_dim: int = added_numerics(0, least=0, needs=DELTA)
+    """Width of a value head."""
+    kernel: int = added_numerics(4, least=2, needs=DELTA)
+    """Width of the convolutions of queries, keys and values, in positions."""
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_head_dim
+
+    def validate(self) -> None:
+        for name in ("key_heads", "value_heads", "key_head_dim", "value_head_dim"):
+            value = getattr(self, name)
+            if value < 1:
+                rule = "must be at least 1: model.layer_kinds has delta layers"
+                works = f"model.delta.{name}=8, or model.layer_kinds=null"
+                raise ConfigError(f"model.delta.{name}", value, rule, works)
+        if self.value_heads % self.key_heads:
+            rule = f"must divide model.delta.value_heads={self.value_heads}"
+            raise ConfigError(
+                "model.delta.key_heads", self.key_heads, rule, divisors(self.value_heads)
+            )
+
+
 DEPTHS = (0, 1)
 
 
@@ -361,6 +413,8 @@ PROPORTIONAL = (
     "moe.shared_hidden_dim",
     "attention.q_lora_rank",
     "attention.kv_lora_rank",
+    "delta.key_heads",
+    "delta.value_heads",
 )
 """Fields of a model that are proportional to dim when its width changes; heads keep their width."""
 HEAD_WIDTHS = ("head_dim",)
@@ -427,6 +481,7 @@ FAMILIES: Registry[Any] = Registry(
         "deepseek_v3": f"{_FILES}.deepseek:DEEPSEEK_V3",
         "gpt_oss": f"{_FILES}.gpt_oss:GPT_OSS",
         "llama4": f"{_FILES}.llama4:LLAMA4",
+        "qwen3_next": f"{_FILES}.qwen3_next:QWEN3_NEXT",
     },
     field="model.family",
     expects=f"{_FILES}.core:Family",
@@ -485,6 +540,11 @@ class ModelConfig:
     """Rotary position embedding."""
     attention: AttentionConfig = part(AttentionConfig)
     """Attention."""
+    layer_kinds: list[str] | None = added_numerics(None, choices=LAYER_KINDS)
+    """Kinds of the layers, repeated over them: ``full`` attention or Gated DeltaNet (``delta``), such as
+    [delta, delta, delta, full]; null: all full. Multi-token prediction's block is as the last layer."""
+    delta: DeltaConfig = part(DeltaConfig)
+    """Gated DeltaNet, in delta layers."""
     moe: MoEConfig = part(MoEConfig)
     """Mixture of experts, instead of some dense feed-forwards."""
     mtp: MTPConfig = part(MTPConfig)
@@ -581,6 +641,21 @@ class ModelConfig:
     def expert_layers(self) -> list[int]:
         """The blocks with experts, including multi-token prediction's."""
         return [layer for layer in range(self.num_blocks) if self.has_experts(layer)]
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether a block has Gated DeltaNet instead of attention."""
+        if self.layer_kinds is None:
+            return False
+        return self.layer_kinds[min(layer, self.n_layers - 1) % len(self.layer_kinds)] == "delta"
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The blocks with attention, including multi-token prediction's."""
+        return [layer for layer in range(self.num_blocks) if not self.is_delta(layer)]
+
+    @property
+    def has_delta(self) -> bool:
+        return len(self.attention_layers) < self.num_blocks
 
     def span(self, layer: int) -> AttentionSpan:
         return self.attention.span(layer)

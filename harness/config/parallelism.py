@@ -282,6 +282,7 @@ class ParallelismConfig:
         self._validate_tensor(model, seq_len)
         self._validate_experts(model)
         self._validate_context(model)
+        self._validate_fragments(model, seq_len)
         unit = self.sequence_unit
         if seq_len % unit:
             rule = (
@@ -295,6 +296,9 @@ class ParallelismConfig:
         split = {"model.n_heads": model.n_heads, "model.n_kv_heads": model.n_kv_heads}
         if len(model.expert_layers) < model.num_blocks:
             split["model.ffn_hidden_dim"] = model.ffn_hidden_dim
+        if model.has_delta:
+            split["model.delta.key_heads"] = model.delta.key_heads
+            split["model.delta.value_heads"] = model.delta.value_heads
         if model.moe.enabled and model.moe.shared_hidden_dim:
             split["model.moe.shared_hidden_dim"] = model.moe.shared_hidden_dim
         if model.moe.enabled and self.expert_tensor_parallel:
@@ -368,6 +372,20 @@ class ParallelismConfig:
         raise ConfigError(
             "parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=gather"
         )
+
+    def _validate_fragments(self, model: ModelConfig, seq_len: int) -> None:
+        """Check the fragments of a sequence that a rank's layers of Gated DeltaNet go through in order."""
+        if self.cp == 1 or not model.has_delta:
+            return
+        if self.balances_documents:
+            rule = "the state of delta layers goes through consecutive positions"
+            raise ConfigError("parallelism.cp_load_balance", DOCUMENTS, rule, [True, False])
+        fragments = self.cp * (2 if self.balances_context else 1)
+        least = model.delta.kernel - 1
+        if seq_len < fragments * least:
+            rule = f"{fragments} fragments would be shorter than model.delta.kernel - 1 = {least}"
+            works = f"training.seq_len of at least {fragments * least}"
+            raise ConfigError("parallelism.cp", self.cp, rule, works)
 
     def padded(self, length: int) -> int:
         """The shortest sequence of at least ``length`` tokens that the layout can split evenly."""

@@ -177,7 +177,7 @@ def limit_of_ring(job: Job) -> str | None:
     if "ring" not in architecture_of(model).context_methods:
         return f"model.architecture={model.architecture}"
     length = job.training.seq_len
-    spans = [model.span(layer) for layer in range(model.num_blocks)]
+    spans = map(model.span, model.attention_layers)
     if any(span.most_reach(length) < length for span in spans):
         return "model.attention.window" if model.attention.window else "model.attention.chunk"
     if model.attention.sinks:

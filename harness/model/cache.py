@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that generation computes new tokens only.
+"""Keys, values and states of the tokens so far, so that generation computes new tokens only.
 
 The first pass has the prompts, as in training, and stores their keys and values. Each later pass
 has one new token of every sequence. Prompts of different lengths are padded at the end: no token
@@ -9,8 +9,10 @@ lengths, and the host knows none.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from harness.model.delta import DeltaRule, DeltaSpec
 from harness.model.kernels import AttentionSpec, Positions, SdpaKernel, sees
 
 # B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a
@@ -111,6 +113,59 @@ def _stored(slots_BKSD: Tensor | None, x_BTKD: Tensor, slots: int, new: Slots) -
     if new.is_first:
         return slots_BKSD.copy_(x_BKTD.gather(2, place_BKND))
     return slots_BKSD.scatter_(2, place_BKND, x_BKTD)
+
+
+class CachedDelta(DeltaRule):
+    """Gated DeltaNet that stores its state and the last inputs of its convolutions; a token is a step."""
+
+    def __init__(self, spec: DeltaSpec) -> None:
+        super().__init__(spec)
+        self.state_BHDE: Tensor | None = None
+        self.inputs: tuple[Tensor | None, ...] = (None, None, None)
+
+    def forward(
+        self,
+        streams: tuple[Tensor, ...],
+        kernels: tuple[Tensor, ...],
+        decay_BTH: Tensor,
+        beta_BTH: Tensor,
+        mask: Any,
+    ) -> Tensor:
+        """Compute the operation after the tokens so far; ``mask`` is the ``CachedPass``."""
+        if mask.prompts is None:
+            earlier = self.inputs
+            state_BHDE = self.state_BHDE
+        else:
+            earlier = (None, None, None)
+            state_BHDE = None
+            # Padding after a prompt leaves the state as it is.
+            is_padding_BT1 = (mask.positions > mask.last_B[:, None]).unsqueeze(-1)
+            decay_BTH = decay_BTH.masked_fill(is_padding_BT1, 0)
+            beta_BTH = beta_BTH.masked_fill(is_padding_BT1, 0)
+        out_BTHE, state_BHDE = self.scan(
+            streams, kernels, decay_BTH, beta_BTH, None, earlier, state_BHDE
+        )
+        self.state_BHDE = _in_place(self.state_BHDE, state_BHDE)
+        self.inputs = tuple(
+            _in_place(held, self._last(x, before, mask))
+            for held, x, before in zip(self.inputs, streams, earlier, strict=True)
+        )
+        return out_BTHE.type_as(streams[0])
+
+    def _last(self, x_BTC: Tensor, before_BTC: Tensor | None, new: "CachedPass") -> Tensor:
+        """The last inputs of a convolution, as many as the next token needs."""
+        width = self.spec.kernel - 1
+        if before_BTC is not None:
+            return torch.cat((before_BTC, x_BTC), dim=1)[:, -width:]
+        place_BW1 = new.last_B[:, None, None] + torch.arange(
+            1, width + 1, device=x_BTC.device
+        ).unsqueeze(-1)
+        return F.pad(x_BTC, (0, 0, width, 0)).gather(1, place_BW1.expand(-1, -1, x_BTC.shape[2]))
+
+
+def _in_place(held: Tensor | None, new: Tensor) -> Tensor:
+    """New values, in the memory of those before if there are as many: a captured pass reads there."""
+    return new if held is None or held.shape != new.shape else held.copy_(new)
 
 
 class CachedPass:

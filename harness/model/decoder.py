@@ -10,7 +10,8 @@ from harness.config.model import ModelConfig
 from harness.data.batch import PADDING
 from harness.model.architecture import block_of
 from harness.model.attention import build_attention
-from harness.model.cache import CachedKernel, CachedPass
+from harness.model.cache import CachedDelta, CachedKernel, CachedPass
+from harness.model.delta import GatedDeltaNet
 from harness.model.feed_forward import FeedForward
 from harness.model.kernels import Positions
 from harness.model.moe import MoE
@@ -98,13 +99,20 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, config.dim)
-        self.attention = build_attention(config, layer)
+        is_delta = config.is_delta(layer)
+        self.attention = None if is_delta else build_attention(config, layer)
+        self.delta = GatedDeltaNet(config) if is_delta else None
         self.ffn_norm = build_norm(config, config.dim)
         mixed = config.has_experts(layer)
         self.moe = MoE(config) if mixed else None
         self.feed_forward = (
             None if mixed else FeedForward(config.dim, config.ffn_hidden_dim, config.activation)
         )
+
+    @property
+    def mixer(self) -> Any:
+        """The module that mixes positions: attention or another, with an operation ``inner``."""
+        return self.attention if self.delta is None else self.delta
 
     def forward(
         self,
@@ -124,8 +132,8 @@ class Block(nn.Module):
     def attend(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None
     ) -> Tensor:
-        """The first half of a block: attention with its residual sum."""
-        return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
+        """The first half of a block: its mixer with the residual sum."""
+        return x_BTC + self.mixer(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
     def feed(self, x_BTC: Tensor, places_BT: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The second half: the feed-forward or the experts, with their residual sum."""
@@ -187,10 +195,12 @@ class Decoder(ModelPart):
     def use_cache(self, capacity: int) -> None:
         """Make attention store up to ``capacity`` positions, for passes with ``cached``.
 
-        Latent attention stores latents and rotated keys, not heads.
+        Latent attention stores latents and rotated keys, not heads; Gated DeltaNet one state.
         """
         for module in self.kernels:
             module.inner = CachedKernel(module.inner.spec, capacity)
+        for module in self.scans:
+            module.inner = CachedDelta(module.inner.spec)
 
     @property
     def entries(self) -> list[nn.Module]:
@@ -291,7 +301,7 @@ class Decoder(ModelPart):
             x = self.tok_embeddings(x)
         blocks = self.blocks
         places_BT = self._places(documents_BT, real_B, positions_BT)
-        inner: list[Any] = [block.attention.inner for block in blocks.values()]
+        inner: list[Any] = [block.mixer.inner for block in blocks.values()]
         kernels = {each.spec: each for each in inner}
         if cached is None:
             masks = {
@@ -300,7 +310,10 @@ class Decoder(ModelPart):
             }
         else:
             positions_BT = cached.positions
-            masks = {spec: cached.slots_of(kernel) for spec, kernel in kernels.items()}
+            masks = {
+                spec: cached.slots_of(kernel) if isinstance(kernel, CachedKernel) else cached
+                for spec, kernel in kernels.items()
+            }
         if positions_BT is None:
             # A full model may have shorter sequences; a rank's share has its own length.
             positions = self.positions[:length]
@@ -309,7 +322,7 @@ class Decoder(ModelPart):
             positions = positions_BT
             rope = self.rope[:, positions]
         for layer in map(int, self.layers):
-            mask = masks[blocks[layer].attention.inner.spec]
+            mask = masks[blocks[layer].mixer.inner.spec]
             x, load_E = blocks[layer](x, rope, mask, positions, places_BT)
             self._count(layer, load_E)
         x = x if cached is None else cached.last_of(x)
@@ -318,7 +331,7 @@ class Decoder(ModelPart):
         if later_BTC is not None:
             assert self.mtp is not None
             layer = self.config.n_layers
-            shared = masks[blocks[layer].attention.inner.spec], positions, places_BT
+            shared = masks[blocks[layer].mixer.inner.spec], positions, places_BT
             further_BTC, load_E = self.mtp(stream, later_BTC, rope, *shared)
             self._count(layer, load_E)
             x = torch.cat((x, further_BTC))

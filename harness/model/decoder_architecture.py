@@ -80,6 +80,12 @@ class DecoderArchitecture(Architecture):
             )
         model.rope.validate()
         model.attention.validate(model.n_heads, model.n_kv_heads, model.head_width)
+        if model.layer_kinds == []:
+            raise ConfigError(
+                "model.layer_kinds", [], "has no kind of layer", "[delta,full], or null"
+            )
+        if model.has_delta:
+            model.delta.validate()
         model.moe.validate(model.n_layers)
         model.mtp.validate()
         _validate_mup(model)
@@ -114,6 +120,8 @@ class DecoderArchitecture(Architecture):
         return account_decoder(model, seq_len)
 
     def block_kind(self, model: ModelConfig, layer: int) -> Hashable:
+        if model.is_delta(layer):
+            return model.has_experts(layer), "delta"
         return model.has_experts(layer), model.span(layer), model.attention.is_rotated(layer)
 
     def build_part(self, job: Job, modules: Collection[str] | None) -> Decoder:

@@ -27,15 +27,22 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x), or with another activation."""
+    """w2(silu(w1 x) * w3 x), or with another activation, and with a gate times sigmoid(gate x)."""
 
-    def __init__(self, dim: int, hidden_dim: int, activation: str) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, activation: str, *, has_gate: bool = False
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.gate = nn.Linear(dim, 1, bias=False) if has_gate else None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Map the normed residual stream [B, T, C] to the update that is added to the stream, [B, T, C]."""
-        return self.w2(gated(self.w1(x_BTC), self.w3(x_BTC), self.activation))
+        hidden_BTF = gated(self.w1(x_BTC), self.w3(x_BTC), self.activation)
+        if self.gate is not None:
+            # Of the hidden layer, not of the output, which may be split along the sequence.
+            hidden_BTF = hidden_BTF * torch.sigmoid(self.gate(x_BTC))
+        return self.w2(hidden_BTF)

@@ -308,7 +308,9 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config)
         self.shared_experts = (
-            FeedForward(config.dim, of.shared_hidden_dim, config.activation)
+            FeedForward(
+                config.dim, of.shared_hidden_dim, config.activation, has_gate=of.shared_gate
+            )
             if of.shared_hidden_dim
             else None
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
+from harness.model.delta import DeltaRule
 from harness.model.kernels import Kernel
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class ModelPart(nn.Module, ABC):
             each
             for each in self.modules()
             if isinstance(getattr(each, "inner", None), Kernel) and not isinstance(each, Kernel)
+        ]
+
+    @property
+    def scans(self) -> list[Any]:
+        """Every mixer whose attribute ``inner`` is the operation of Gated DeltaNet."""
+        return [
+            each for each in self.modules() if isinstance(getattr(each, "inner", None), DeltaRule)
         ]
 
     def use_kernel(self, kernel: type[Kernel]) -> None:

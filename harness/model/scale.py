@@ -184,7 +184,8 @@ def _heads_per_key(model: ModelConfig) -> int:
 
 def _period(model: ModelConfig) -> int:
     """Return the fewest layers that a model of these kinds of layers has."""
-    return model.moe.every_nth_layer if model.moe.enabled else 1
+    kinds = len(model.layer_kinds or [None])
+    return math.lcm(kinds, model.moe.every_nth_layer if model.moe.enabled else 1)
 
 
 def _shaped(model: ModelConfig, heads: int, n_layers: int) -> ModelConfig:
@@ -196,7 +197,11 @@ def _shaped(model: ModelConfig, heads: int, n_layers: int) -> ModelConfig:
     )
     for name in PROPORTIONAL:
         width = attrgetter(name)(model)
-        multiple = 1 if name in ("n_heads", "n_kv_heads") else WIDTH_MULTIPLE
+        multiple = 1 if name.endswith("heads") else WIDTH_MULTIPLE
         if width:
             made = with_value(made, name, max(1, round(width * wider / multiple)) * multiple)
+    if model.has_delta:
+        of = model.delta
+        values = made.delta.key_heads * of.value_heads // of.key_heads
+        made = with_value(made, "delta.value_heads", values)
     return made

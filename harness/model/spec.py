@@ -51,7 +51,7 @@ class Split(StrEnum):
     """The output projection, by vocabulary; logits stay split for the parallel loss, else are
     gathered."""
     HEADS = "heads"
-    """A parameter with one value per head, split by heads."""
+    """A parameter with one value per head, or some rows, split by heads."""
     ENTRY = "entry"
     """A linear from the model's inputs, which every rank has, to the residual stream;
     replicated."""
@@ -80,15 +80,25 @@ _OUTER = (Split.VOCABULARY, Split.HEAD, Split.ROUTER, Split.ENTRY, Split.REPLICA
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: a normal of mean 0, truncated at +-``cut``; if ``std`` is 0, ``mean`` everywhere."""
+    """Initial values: a normal of mean 0, truncated at +-``cut``; if ``std`` is 0, ``mean`` everywhere.
+
+    With ``uniform`` they are uniform between two values, or with ``logarithm`` the logarithms of such.
+    """
 
     std: float
     cut: float = math.inf
     mean: float = 0.0
+    uniform: tuple[float, float] | None = None
+    logarithm: bool = False
 
 
 ZEROS = Init(0.0)
 ONES = Init(0.0, mean=1.0)
+DECAYS = Init(0.0, uniform=(0.01, 16.0), logarithm=True)
+"""Of Gated DeltaNet's ``a_log``, as in Mamba 2 (arXiv:2405.21060): decays of a step of length 1."""
+STEPS = Init(0.0, uniform=(-6.9, -2.25))
+"""Of its ``dt_bias``: lengths of steps from 0.001 to 0.1, the inverse of softplus; with larger ones a head
+forgets within a few positions."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +276,7 @@ class PreNormBlock:
     Linears are initialized as in torchtitan's Llama 3: a normal of std 0.02 truncated at +-2. Those
     that write to the residual stream (wo, w2) or gate it (w3) have std 0.02 / sqrt(2 (layer + 1)),
     so that its variance does not grow with depth. Sinks are initialized as linears (openai/gpt-oss
-    leaves them to training).
+    leaves them to training). Convolutions have the variance of torch's.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -280,7 +290,10 @@ class PreNormBlock:
         config = self.config
         at = self.prefix
         yield _norm(config, f"{at}attention_norm", config.dim)
-        yield from self._latent_attention() if config.attention.is_latent else self._attention()
+        if config.is_delta(self.layer):
+            yield from self._delta()
+        else:
+            yield from self._latent_attention() if config.attention.is_latent else self._attention()
         yield _norm(config, f"{at}ffn_norm", config.dim)
         if config.has_experts(self.layer):
             yield from self._mixture()
@@ -331,6 +344,29 @@ class PreNormBlock:
         yield linear(f"{at}.wkv_b", up, rank, Split.COLUMN, self.init)
         yield linear(f"{at}.wo", dim, heads * of.v_head_dim, Split.ROW, self.deep)
 
+    def _delta(self) -> Iterator[ModuleSpec]:
+        of = self.config.delta
+        at = f"{self.prefix}delta"
+        dim = self.config.dim
+        keys = of.key_width
+        values = of.value_width
+        heads = of.value_heads
+        convolution = Init((3 * of.kernel) ** -0.5)
+        own = [
+            TensorSpec(f"{at}.conv_{name}", at, (width, 1, of.kernel), Split.HEADS, convolution)
+            for name, width in (("q", keys), ("k", keys), ("v", values))
+        ]
+        own.append(TensorSpec(f"{at}.a_log", at, (heads,), Split.HEADS, DECAYS))
+        own.append(TensorSpec(f"{at}.dt_bias", at, (heads,), Split.HEADS, STEPS))
+        yield ModuleSpec(at, Split.REGION, tuple(own))
+        widths = {"wq": keys, "wk": keys, "wv": values, "wz": values, "wb": heads, "wa": heads}
+        for name, outputs in widths.items():
+            yield linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init)
+        # Zero-centred in no model.
+        norm = replace(self.config, norm_zero_centred=False)
+        yield _norm(norm, f"{at}.norm", of.value_head_dim, Split.HEAD_NORM)
+        yield linear(f"{at}.wo", dim, values, Split.ROW, self.deep)
+
     def _feed_forward(
         self, at: str, hidden: int, region: Split = Split.REGION
     ) -> Iterator[ModuleSpec]:
@@ -368,6 +404,8 @@ class PreNormBlock:
             yield from self._feed_forward(
                 f"{at}.shared_experts", of.shared_hidden_dim, Split.SHARED_EXPERTS
             )
+            if of.shared_gate:
+                yield linear(f"{at}.shared_experts.gate", 1, dim, Split.WHOLE, self.init)
 
 
 def _linear_init(depth: int = 1) -> Init:

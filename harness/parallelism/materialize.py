@@ -99,12 +99,15 @@ def draw(name: str, shape: tuple[int, ...], init: Init, seed: int, device: torch
     number (``...experts.w1.7``), because no rank needs all of them.
     """
     full = torch.empty(shape, dtype=torch.float32, device=device)
-    if not init.std:
+    if not init.std and init.uniform is None:
         return full.fill_(init.mean)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(
         int.from_bytes(digest[:8], "little") >> 1
     )
+    if init.uniform is not None:
+        full.uniform_(*init.uniform, generator=generator)
+        return full.log_() if init.logarithm else full
     if math.isinf(init.cut):
         return nn.init.normal_(full, std=init.std, generator=generator)
     return nn.init.trunc_normal_(full, std=init.std, a=-init.cut, b=init.cut, generator=generator)

@@ -17,6 +17,7 @@ from harness.parallelism.activation_checkpoint import (
 from harness.parallelism.async_tp import enable_async
 from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.context import apply_context_parallel
+from harness.parallelism.delta import split_scans
 from harness.parallelism.expert import apply_expert_parallel
 from harness.parallelism.fsdp import apply_fsdp
 from harness.parallelism.materialize import materialize
@@ -86,6 +87,7 @@ def build_on_meta(
         # Context parallel after the kernel is chosen: it replaces or wraps the kernel.
         if layout.cp > 1:
             apply_context_parallel(part, mesh, layout)
+            split_scans(part, mesh, layout)
         # Activation checkpointing next: it recomputes the collectives of tensor and context
         # parallel too. Compile after it, so that the partitioner knows what is recomputed.
         recompute = partial(

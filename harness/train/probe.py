@@ -68,6 +68,8 @@ class Probe:
         squares, fourth_powers, elements, entropies, tokens = watch.sums
         mean = squares / elements
         of_layers = watch.max_logits.amax(1).double()
+        # Layers without attention have none.
+        of_layers = of_layers.masked_fill(of_layers.isneginf(), torch.nan)
         statistics = (
             mean.sqrt(),
             watch.largest.double(),

@@ -66,6 +66,8 @@ class Watch:
                     router = block.moe.router
                     hook = router.register_forward_pre_hook(partial(self._route, place))
                     watched.enter_context(hook)
+                if block.attention is None:
+                    continue
                 kernel = block.attention.inner
                 hook = kernel.register_forward_pre_hook(partial(self._attend, layer))
                 watched.enter_context(hook)

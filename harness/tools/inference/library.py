@@ -240,8 +240,8 @@ def generation(wanted: Mapping[str, Any], batch_size: int) -> GenerateConfig:
 
 @contextmanager
 def _caching(part: Decoder, capacity: int) -> Iterator[None]:
-    """Context manager in which attention has a cache; scoring passes have none."""
-    before = [(module, module.inner) for module in part.kernels]
+    """Context manager in which mixers have a cache; scoring passes have none."""
+    before = [(module, module.inner) for module in (*part.kernels, *part.scans)]
     part.use_cache(capacity)
     try:
         yield

@@ -138,7 +138,9 @@ def statistics_of(engine: Engine, outcome: StepOutcome) -> dict[str, Tensor]:
             # What the one process has not, the layouts need not have.
             if engine.job.world_size > 1 or not value.isnan():
                 found[f"{STATISTIC}{what} of {name}"] = value
-    for name, heads in zip(probe.names[1:], seen.max_logits, strict=True):
+    for layer in engine.job.model.attention_layers:
+        name = probe.names[1 + layer]
+        heads = seen.max_logits[layer]
         found[f"{STATISTIC}{STATISTICS[-1]} of {name}"] = heads
     return found
 

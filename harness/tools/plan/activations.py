@@ -9,11 +9,12 @@ A tensor that two operations save is declared once. Parameters and the rotation 
 activations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
 from harness.config.model import ModelConfig
+from harness.model.accounting import DELTA_CHUNK
 from harness.model.architecture import architecture_of
 from harness.model.spec import Split, TensorSpec, block_tensors
 
@@ -96,9 +97,12 @@ class PartActivations:
 def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
     """Activations of one pre-norm block, its input included."""
     dim = config.dim
-    attention = (
-        _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
-    )
+    if config.is_delta(layer):
+        attention = _delta(config, layer)
+    elif config.attention.is_latent:
+        attention = _latent(config, layer, on_cpu)
+    else:
+        attention = _attention(config, layer)
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
     norm_1 = norm_activations(config, "attention_norm", dim)
@@ -219,7 +223,7 @@ def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, .
         for name in module.fused
     }
     for tensor in block_tensors(config, layer):
-        if tensor.is_matrix and ".attention." in tensor.name:
+        if tensor.is_matrix and (".attention." in tensor.name or ".delta." in tensor.name):
             name = tensor.module.rpartition(".")[2]
             if name == "wv" and not config.attention.sinks:
                 name = "v"  # without a sink's padding, attention saves this result itself
@@ -257,6 +261,47 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     backward = _inner("grad of attended", value), _inner("grads of q, k, v", 2 * wide + up)
     return PartActivations(
         kept, _attention_products(config, layer), always_saved=out, backward=backward
+    )
+
+
+def _delta(config: ModelConfig, layer: int) -> PartActivations:
+    """Gated DeltaNet: what ``model/delta.py`` saves, of whole chunks; compilers save as much."""
+    of = config.delta
+    heads = of.value_heads
+    keys = of.key_width
+    values = of.value_width
+    streams = 2 * keys + values
+    precise = partial(_inner, dtype="float32")
+    squares = DELTA_CHUNK * heads
+    by_key = DELTA_CHUNK * of.key_heads
+    read = heads * of.key_head_dim
+    kept = (
+        _inner("delta.streams", streams),
+        _inner("delta.beta", heads),
+        precise("delta.steps, decays and their factors", 6 * heads),
+        precise("delta.convolved", streams),
+        precise("delta.q, k before norms", 2 * (keys + of.key_heads)),
+        precise("delta.q, k, v of chunks", streams),
+        precise("delta.products of keys and queries with keys", 2 * by_key),
+        precise("delta.decays between positions, system, scores", 4 * squares),
+        precise("delta.solutions, written values", 2 * values + read),
+        precise("delta.keys that write, queries that read", 2 * read),
+        precise("delta.states", read * of.value_head_dim / DELTA_CHUNK),
+        *norm_activations(
+            replace(config, norm_zero_centred=False), "delta.norm", of.value_head_dim, INNER, heads
+        ),
+        _inner("wz", values),
+        _inner("delta.norm.out", values, by=SavedBy.EAGER),
+        _inner("delta.silu", values, by=SavedBy.EAGER),
+        _inner("delta.product", values),
+    )
+    return PartActivations(
+        kept,
+        _attention_products(config, layer),
+        backward=(
+            precise("delta.grads of squares", 3 * squares),
+            precise("delta.grads of streams", streams),
+        ),
     )
 
 
@@ -309,6 +354,10 @@ def _mixture(config: ModelConfig) -> PartActivations:
         shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
         kept += shared.kept
         products += shared.products
+        if of.shared_gate:
+            gate = SavedTensor("moe.shared_experts.sigmoid", 1, WHOLE)
+            products.insert(-1, gate)
+            kept += [gate, _inner("moe.shared_experts.gated", of.shared_hidden_dim)]
         kept.append(routed("moe.router.in", dim, dtype="widened", by=SavedBy.EAGER))
     return PartActivations(
         tuple(kept),

@@ -243,7 +243,7 @@ class Worker:
             kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
             repeated = tensor_again
             computed = (products + casts_of_weights) * (1 - kept) + others
-            if layout.gathers_keys:
+            if layout.gathers_keys or operations.attention.halo:
                 repeated = (*repeated, *context.collectives)
                 computed += context.compute
             gathers = (each for each in repeated if each.collective == "all_gather")
@@ -327,9 +327,15 @@ class Worker:
         )
 
     def _attention_seconds(self, operations: Operations) -> float:
-        """Seconds of attention's forward; without a balanced order of positions, on the last rank."""
+        """Seconds of attention's forward; without a balanced order of positions, on the last rank.
+
+        Gated DeltaNet is assumed to compute as fast as attention, as kernels of its own do (``fla``); what
+        ``model/delta.py`` takes on a GPU has not been measured.
+        """
         layout = self.layout
         flops = self.rows * operations.attention.flops / layout.tp
+        if operations.attention.halo:
+            return self.machine.attention_seconds(flops, self.job.precision.param_dtype)
         if self.machine.software.attention in PADDED_KERNELS:
             widths = operations.attention.score_width, operations.attention.value_width
             flops *= sum(1 << (width - 1).bit_length() for width in widths) / sum(widths)

@@ -99,6 +99,8 @@ def context_parallel(
     keys = per_width * attention.kv_heads * (attention.score_width + attention.value_width)
     outputs = per_width * attention.heads * attention.value_width
     value_bytes = BYTES[job.precision.param_dtype]
+    if attention.halo:
+        return _fragments(job, machine, attention, seconds)
 
     def over(kind: str, sizes: Sequence[float], behind: float = 0.0) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
@@ -135,6 +137,25 @@ def context_parallel(
     adding = steps(queries, RING_QUERY, RING_QUERY)
     adding += steps(keys, RING_KEY_GRADIENTS, RING_KEY_GRADIENTS + RING_KEYS)
     return Pass(merging, moved), Pass(adding, (*moved, *gradients))
+
+
+def _fragments(
+    job: Job, machine: Machine, attention: AttentionCost, seconds: float
+) -> tuple[Pass, Pass]:
+    """The same of Gated DeltaNet: the ends of all fragments are gathered, and their gradients scattered.
+
+    The columns that multiply earlier states take about as long as those of values.
+    """
+    layout = job.parallelism
+    fragments = layout.cp * (2 if layout.balances_context else 1) * job.microbatch_size / layout.tp
+    sizes = (
+        fragments * attention.halo * BYTES[job.precision.param_dtype],
+        fragments * attention.state * BYTES["float32"],
+    )
+    gathered = tuple(collective_of(job, machine, "cp", "all_gather", size) for size in sizes)
+    scattered = tuple(collective_of(job, machine, "cp", "reduce_scatter", size) for size in sizes)
+    more = seconds * attention.score_width / attention.value_width
+    return Pass(more, gathered), Pass(2.5 * more, scattered)
 
 
 @dataclass(frozen=True)

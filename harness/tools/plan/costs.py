@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from harness.config.model import ModelConfig
 from harness.config.registry import Registry
-from harness.model.accounting import attention_flops
+from harness.model.accounting import DELTA_CHUNK, attention_flops, delta_flops
 from harness.model.spec import TensorSpec, block_tensors
 from harness.tools.plan.activations import PartActivations, head_activations, pre_norm_activations
 from harness.util.errors import MissingPackageError, UserError
@@ -32,6 +32,13 @@ class AttentionCost:
     value_width: int
     flops: float
     """FLOPs over the positions that a token attends to, the mean over a sequence."""
+    halo: int = 0
+    """Of Gated DeltaNet: inputs that the convolutions need of earlier positions."""
+
+    @property
+    def state(self) -> int:
+        """Values that Gated DeltaNet exchanges of a fragment: what it adds to a state, and its factor."""
+        return self.heads * self.score_width * (self.score_width + self.value_width)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,33 @@ class BlockCosts(ABC):
         """The operations of a block for one token."""
 
 
+def _attention_cost(model: ModelConfig, layer: int, seq_len: int) -> AttentionCost:
+    return AttentionCost(
+        model.n_heads,
+        model.n_kv_heads,
+        model.head_width,
+        model.value_width,
+        attention_flops(model, model.span(layer).mean_reach(seq_len)),
+    )
+
+
+def _delta_cost(model: ModelConfig) -> AttentionCost:
+    """Gated DeltaNet in chunks: products with the state, and of positions with those of their chunk."""
+    of = model.delta
+    keys = of.key_head_dim
+    values = of.value_head_dim
+    # Scores and the system of each key head; two solutions and the sum of values for each value head.
+    in_chunk = 4 * of.key_heads * keys + of.value_heads * (keys + values + 2 * values)
+    return AttentionCost(
+        of.value_heads,
+        of.key_heads,
+        keys,
+        values,
+        delta_flops(model) + DELTA_CHUNK * in_chunk,
+        halo=(of.kernel - 1) * (2 * of.key_width + of.value_width),
+    )
+
+
 class PreNormCosts(BlockCosts):
     """Costs of pre-norm blocks, from which those of other blocks derive."""
 
@@ -161,17 +195,15 @@ class PreNormCosts(BlockCosts):
     def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
         of = model.moe
         top_k = of.top_k if model.has_experts(layer) else 0
+        rotated = (model.n_heads + model.n_kv_heads) * model.rotated_width
+        if model.is_delta(layer):
+            # Convolutions, norms and gates move about as much.
+            rotated = 2 * (model.delta.key_width + model.delta.value_width)
         return Operations(
             tuple(tensor for tensor in block_tensors(model, layer) if tensor.is_matrix),
-            AttentionCost(
-                model.n_heads,
-                model.n_kv_heads,
-                model.head_width,
-                model.value_width,
-                attention_flops(model, model.span(layer).mean_reach(seq_len)),
-            ),
+            _delta_cost(model) if model.is_delta(layer) else _attention_cost(model, layer, seq_len),
             norm_width=2 * model.dim,
-            rotated_width=(model.n_heads + model.n_kv_heads) * model.rotated_width,
+            rotated_width=rotated,
             gate_width=of.shared_hidden_dim if top_k else model.ffn_hidden_dim,
             expert_gate_width=top_k * of.hidden_dim,
             expert_width=top_k * model.dim,

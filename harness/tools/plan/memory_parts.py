@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from harness.config.job import Job
+from harness.model.accounting import DELTA_CHUNK
 from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.activations import (
@@ -119,7 +120,9 @@ class ActivationBytes(Memo):
         declared = self._declared(layer)
         everything = self._without_recomputation(declared, layer)
         gradients = self.total(declared.backward)
-        late = self.total(declared.late_backward) + self._ring() + self._gathered_gradients()
+        late = self.total(declared.late_backward)
+        if not self.job.model.is_delta(layer):
+            late += self._ring() + self._gathered_gradients()
         if not covered:
             forward = everything + self.stream + self.summand
             return PartBytes(everything, forward, everything + gradients, late)
@@ -133,6 +136,8 @@ class ActivationBytes(Memo):
         declared = self.costs.block_activations(
             job.model, layer, job.training.seq_len, on_cpu=self.cpu
         )
+        if job.model.is_delta(layer):
+            return self._of_fragments(declared)
         if not job.parallelism.gathers_keys:
             return declared
         kept = []
@@ -148,6 +153,21 @@ class ActivationBytes(Memo):
             replace(each, name="wv") if each.name == "v" else each for each in declared.products
         ]
         return replace(declared, kept=tuple(kept), products=tuple(products))
+
+    def _of_fragments(self, declared: PartActivations) -> PartActivations:
+        """What Gated DeltaNet saves, with what context parallel adds: factors of earlier states, and the ends
+        of all fragments."""
+        layout = self.job.parallelism
+        if layout.cp == 1:
+            return declared
+        of = self.job.model.delta
+        read = of.value_heads * of.key_head_dim
+        of_token = 2 * read + of.value_width + read * of.key_head_dim / DELTA_CHUNK
+        fragments = layout.cp * (2 if layout.balances_context else 1)
+        ends = fragments * read * (of.key_head_dim + of.value_head_dim)
+        width = of_token + ends * layout.cp / self.job.training.seq_len
+        added = SavedTensor("delta.factors and ends", width, INNER, "float32")
+        return replace(declared, kept=(*declared.kept, added))
 
     @property
     def _by_block(self) -> bool:

@@ -92,8 +92,11 @@ def recorded(decoder: Decoder) -> Iterator[Values]:
     for layer in map(int, decoder.layers):
         block = decoder.blocks[layer]
         name = f"layers.{layer}"
-        after(block.attention.inner, f"{name}.attention.scores", "attention scores")
-        after(block.attention, f"{name}.attention", "attention")
+        if block.attention is None:
+            after(block.mixer, f"{name}.delta", "Gated DeltaNet")
+        else:
+            after(block.attention.inner, f"{name}.attention.scores", "attention scores")
+            after(block.attention, f"{name}.attention", "attention")
         if block.moe is None:
             assert block.feed_forward is not None
             after(block.feed_forward, f"{name}.feed_forward", "feed-forward")

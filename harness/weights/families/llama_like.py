@@ -140,11 +140,16 @@ _QWEN3_EXPERTS = {
 
 
 def _qwen3_moe(model: ModelConfig) -> list[ConfigField]:
+    return [*_qwen3(model, head_dim=head_width), *mixture_fields(model, norm_topk_prob=False)]
+
+
+def mixture_fields(model: ModelConfig, *, norm_topk_prob: bool) -> list[ConfigField]:
+    """Fields of the mixtures of Qwen 3 and later; ``norm_topk_prob`` is the default of that field."""
     moe = model.moe
+    defaults = {"norm_topk_prob": norm_topk_prob, "decoder_sparse_step": 1}
     return [
-        *_qwen3(model, head_dim=head_width),
         ConfigField("num_experts", moe.num_experts, "moe.num_experts", alias="num_local_experts"),
-        *same_fields(model, _QWEN3_EXPERTS, norm_topk_prob=False, decoder_sparse_step=1),
+        *same_fields(model, _QWEN3_EXPERTS, **defaults),
         ConfigField(
             "mlp_only_layers",
             list(range(moe.first_dense_layers)),

@@ -149,7 +149,7 @@ def saved_by_autograd(job, layer):
         return tensor
 
     block = part.blocks[layer]
-    mask = block.attention.inner.mask(Positions(None, len(x_BTC), part.seq_len, x_BTC.device))
+    mask = block.mixer.inner.mask(Positions(None, len(x_BTC), part.seq_len, x_BTC.device))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x_BTC.requires_grad_(), part.rope, mask, part.positions)
     return sum(saved.values())
@@ -163,10 +163,15 @@ DEBUG = sorted(
 )
 
 
+# Several chunks of Gated DeltaNet.
+LENGTHS = {"qwen3_next_debug": 128}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", DEBUG)
 def test_blocks_declare_what_autograd_saves(model, precision):
-    synthetic = "data=synthetic tokenizer=bytes training.global_batch_size=2 training.seq_len=32"
+    synthetic = "data=synthetic tokenizer=bytes training.global_batch_size=2 "
+    synthetic += f"training.seq_len={LENGTHS.get(model, 32)}"
     job = job_of(f"model={model} precision={precision} cluster.device=cpu {synthetic}")
     # Routers also save copies of small parameters and a few numbers per expert; attention with a window saves
     # its mask, T x T values.

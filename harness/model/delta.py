@@ -1,0 +1,257 @@
+"""Gated DeltaNet (arXiv:2412.06464): a mixer whose heads have a state instead of keys and values.
+
+A position decays the state of a head, replaces the value that is stored under its key by a mixture
+with its own, and reads the state with its query. So the cost of a position does not depend on how
+many are before it, and the state is all that later positions need of earlier ones.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.config.model import ModelConfig
+from harness.data.batch import PADDING
+from harness.model.accounting import DELTA_CHUNK
+from harness.model.grouped import local_shard
+from harness.model.kernels import Positions
+from harness.model.norm import Norm
+
+# B: batch, T: sequence, C: features, W: width of a convolution, K: key heads, G: value heads of a key
+# head, H: value heads (K x G), D: width of keys, E: width of values, N: chunks, L: length of a chunk
+
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """The parameters of a layer's operation.
+
+    Attributes:
+        kernel: width of the convolutions.
+        key_width: width of a query or key head.
+        value_width: width of a value head.
+    """
+
+    kernel: int
+    key_width: int
+    value_width: int
+
+
+class DeltaRule(nn.Module):
+    """The operation of the mixer: convolutions, then the gated delta rule, from an empty state."""
+
+    def __init__(self, spec: DeltaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def mask(self, positions: Positions) -> Any | None:
+        """What ``forward`` has to know of documents: their numbers, [B, W - 1 + T]; None: they are one.
+
+        The first W - 1 are those of the positions before the first.
+        """
+        if positions.documents_BT is None:
+            return None
+        return F.pad(positions.documents_BT, (self.spec.kernel - 1, 0), value=PADDING)
+
+    def forward(
+        self,
+        streams: tuple[Tensor, ...],
+        kernels: tuple[Tensor, ...],
+        decay_BTH: Tensor,
+        beta_BTH: Tensor,
+        mask: Any | None,
+    ) -> Tensor:
+        """Compute the operation.
+
+        Args:
+            streams: queries, keys and values before the convolutions, [B, T, C] each.
+            kernels: their convolutions, [C, W] each.
+            decay_BTH: logarithm of the factor of the state, never positive.
+            beta_BTH: share of the value under its key that a position replaces.
+            mask: result of ``self.mask``.
+
+        Returns:
+            [B, T, H, E], in the dtype of the streams.
+        """
+        out_BTHE, _ = self.scan(streams, kernels, decay_BTH, beta_BTH, mask)
+        return out_BTHE.type_as(streams[0])
+
+    def scan(
+        self,
+        streams: tuple[Tensor, ...],
+        kernels: tuple[Tensor, ...],
+        decay_BTH: Tensor,
+        beta_BTH: Tensor,
+        documents_BT: Tensor | None,
+        before: tuple[Tensor | None, ...] = (None, None, None),
+        state_BHDE: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The operation after earlier positions: outputs and the last state, in float32.
+
+        Args:
+            before: the last W - 1 inputs of each convolution before the first; None: zeros.
+            state_BHDE: the state before the first position, None: zeros. It may be wider than values
+                (``delta_rule``).
+        """
+        widths = self.spec.key_width, self.spec.key_width, self.spec.value_width
+        q, k, v = (
+            convolved(x, kernel, earlier, documents_BT).unflatten(-1, (-1, width))
+            for x, kernel, earlier, width in zip(streams, kernels, before, widths, strict=True)
+        )
+        if documents_BT is not None:
+            documents_BT = documents_BT[:, self.spec.kernel - 2 :]
+        return delta_rule(q, k, v, decay_BTH, beta_BTH, state_BHDE, documents_BT)
+
+
+def convolved(
+    x_BTC: Tensor, kernel_CW: Tensor, before_BTC: Tensor | None, documents_BT: Tensor | None
+) -> Tensor:
+    """SiLU of a causal convolution of each feature, within documents; arguments as in ``DeltaRule``."""
+    width = kernel_CW.shape[1]
+    length = x_BTC.shape[1]
+    if before_BTC is None:
+        inputs_BTC = F.pad(x_BTC, (0, 0, width - 1, 0))
+    else:
+        inputs_BTC = torch.cat((before_BTC, x_BTC), dim=1)
+    # Products and their sum are computed in float32.
+    kernel_CW = _precise(kernel_CW)
+    out_BTC = inputs_BTC[:, width - 1 :] * kernel_CW[:, -1]
+    for tap in range(width - 1):
+        term_BTC = inputs_BTC[:, tap : tap + length] * kernel_CW[:, tap]
+        if documents_BT is not None:
+            is_other_BT = documents_BT[:, tap : tap + length] != documents_BT[:, width - 1 :]
+            term_BTC = term_BTC.masked_fill(is_other_BT.unsqueeze(-1), 0)
+        out_BTC = out_BTC + term_BTC
+    return F.silu(out_BTC).type_as(x_BTC)
+
+
+def delta_rule(
+    q_BTKD: Tensor,
+    k_BTKD: Tensor,
+    v_BTHE: Tensor,
+    decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHDE: Tensor | None = None,
+    documents_BT: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule, chunk by chunk, in float32 (arXiv:2412.06464, section 3.3).
+
+    Args:
+        state_BHDE: the state before the first position; None: zeros. If it is wider than values, these
+            are continued with zeros: what such columns become depends on the state alone.
+        documents_BT: document numbers of the position before the first, and of all positions: a state
+            does not reach into another document.
+
+    Returns:
+        Outputs [B, T, H, E], as wide as the state, and the state after the last position.
+    """
+    B, T, K, D = k_BTKD.shape
+    length = min(DELTA_CHUNK, T)
+    padding = -T % length
+
+    def chunked(x_BTHE: Tensor, heads: int) -> Tensor:
+        """In float32, by key head, value head of it, and chunk: [B, K, heads, N, L, E]."""
+        x = F.pad(_precise(x_BTHE), (0, 0, 0, 0, 0, padding))
+        x = x.view(B, -1, length, K, heads, x.shape[-1]).permute(0, 3, 4, 1, 2, 5)
+        return x.contiguous()  # else every product saves a copy
+
+    groups = v_BTHE.shape[2] // K
+    q = _normalized(chunked(q_BTKD, 1)) * D**-0.5
+    k = _normalized(chunked(k_BTKD, 1))
+    v = chunked(v_BTHE, groups)
+    beta = chunked(beta_BTH.unsqueeze(-1), groups)
+    decay = chunked(decay_BTH.unsqueeze(-1), groups).cumsum(-2)
+    # Factors of the state: between two positions of a chunk, from its begin to a position, from a
+    # position to its end, and over all of it.
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    to_position = decay.exp()
+    to_end = (decay[..., -1:, :] - decay).exp()
+    over_all = to_position[..., -1:, :]
+    if documents_BT is not None:
+        last_B1 = documents_BT[:, -1:]
+        documents_BT = torch.cat((documents_BT, last_B1.expand(-1, padding)), dim=1)
+        document = documents_BT[:, 1:].view(B, 1, 1, -1, length, 1)
+        earlier = documents_BT[:, :-1:length].view(B, 1, 1, -1, 1, 1)
+        last = document[..., -1:, :]
+        hidden = hidden | (document != document.mT)
+        to_position = to_position.masked_fill(document != earlier, 0)
+        to_end = to_end.masked_fill(document != last, 0)
+        over_all = over_all.masked_fill(last != earlier, 0)
+    between = (decay - decay.mT).masked_fill(hidden, float("-inf")).exp()
+    # Positions of a chunk correct each other: the values that they write are the solution of a
+    # triangular system, whose right side has those that they were given less what the state has.
+    system = (k @ k.mT) * between * beta
+    given = torch.linalg.solve_triangular(system, v * beta, upper=False, unitriangular=True)
+    taken = torch.linalg.solve_triangular(
+        system, k * (beta * to_position), upper=False, unitriangular=True
+    )
+    seen = (q @ k.mT) * between
+    reading = q * to_position
+    writing = (k * to_end).mT
+    if state_BHDE is None:
+        state = v.new_zeros(B, K, groups, D, v.shape[-1])
+    else:
+        state = state_BHDE.unflatten(1, (K, groups))
+        given = F.pad(given, (0, state.shape[-1] - v.shape[-1]))
+    outputs = []
+    chunks = (each.unbind(3) for each in (given, taken, seen, reading, writing, over_all))
+    for given_n, taken_n, seen_n, reading_n, writing_n, over_all_n in zip(*chunks, strict=True):
+        written = given_n - taken_n @ state
+        outputs.append(reading_n @ state + seen_n @ written)
+        state = state * over_all_n + writing_n @ written
+    out_BTKGE = torch.stack(outputs, 3).permute(0, 3, 4, 1, 2, 5).flatten(1, 2)
+    return out_BTKGE.flatten(2, 3)[:, :T], state.flatten(1, 2)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _precise(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class GatedDeltaNet(nn.Module):
+    """The mixer of a ``delta`` layer; under tensor parallel each rank holds some of the heads.
+
+    ``inner`` is the operation; parallelism can replace it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        of = config.delta
+        dim = config.dim
+        self.wq = nn.Linear(dim, of.key_width, bias=False)
+        self.wk = nn.Linear(dim, of.key_width, bias=False)
+        self.wv = nn.Linear(dim, of.value_width, bias=False)
+        self.wz = nn.Linear(dim, of.value_width, bias=False)
+        self.wb = nn.Linear(dim, of.value_heads, bias=False)
+        self.wa = nn.Linear(dim, of.value_heads, bias=False)
+        self.conv_q = nn.Parameter(torch.empty(of.key_width, 1, of.kernel))
+        self.conv_k = nn.Parameter(torch.empty(of.key_width, 1, of.kernel))
+        self.conv_v = nn.Parameter(torch.empty(of.value_width, 1, of.kernel))
+        self.a_log = nn.Parameter(torch.empty(of.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(of.value_heads))
+        self.norm = Norm(of.value_head_dim, eps=config.norm_eps)
+        self.wo = nn.Linear(of.value_width, dim, bias=False)
+        self.inner = DeltaRule(DeltaSpec(of.kernel, of.key_head_dim, of.value_head_dim))
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        rope_2TD: Tensor,
+        mask: Any | None = None,
+        positions_T: Tensor | None = None,
+    ) -> Tensor:
+        """Mix positions; arguments and result as in ``Attention``. Nothing is rotated."""
+        streams = self.wq(x_BTC), self.wk(x_BTC), self.wv(x_BTC)
+        names = "conv_q", "conv_k", "conv_v"
+        kernels = tuple(local_shard(self, name).squeeze(1) for name in names)
+        steps_BTH = F.softplus(_precise(self.wa(x_BTC)) + local_shard(self, "dt_bias"))
+        decay_BTH = -_precise(local_shard(self, "a_log")).exp() * steps_BTH
+        out_BTHE = self.inner(streams, kernels, decay_BTH, self.wb(x_BTC).sigmoid(), mask)
+        gate_BTHE = F.silu(self.wz(x_BTC)).view(out_BTHE.shape)
+        return self.wo((self.norm(out_BTHE) * gate_BTHE).flatten(2))

@@ -1,0 +1,83 @@
+"""Gated DeltaNet: documents are sequences of their own, and split sequences equal whole ones, in float64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.config.parallelism import ParallelismConfig
+from harness.model.delta import DeltaRule, DeltaSpec
+from harness.model.kernels import Positions
+from harness.parallelism.context import local_positions
+from harness.parallelism.delta import FragmentedDelta
+
+# More than a chunk, and not a multiple of it.
+B, T, K, H, D, E, W = 2, 144, 2, 4, 8, 6, 4
+SPEC = DeltaSpec(W, D, E)
+# A document ends in a fragment, at its end, in the halo of a convolution; the second row ends with padding.
+DOCUMENTS = torch.tensor(
+    [[0] * 17 + [1] * 19 + [2] * 2 + [3] * 106, [0] * 71 + [1] * 42 + [-1] * 31]
+)
+
+
+def inputs():
+    """Queries, keys, values, convolutions, decays and shares; decays are such that states live long."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    streams = [random(B, T, heads * width) for heads, width in ((K, D), (K, D), (H, E))]
+    kernels = [random(x.shape[2], W) for x in streams]
+    return [*streams, *kernels, -random(B, T, H).abs() / 20, random(B, T, H).sigmoid()]
+
+
+def run(rule, tensors, documents, weights, length=T):
+    """The output, and the gradients of all tensors."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    mask = rule.mask(Positions(documents, B, length, torch.device("cpu")))
+    out = rule(tuple(leaves[:3]), tuple(leaves[3:6]), *leaves[6:], mask)
+    (out * weights).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def weights():
+    return torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def difference(layout, documents):
+    """The largest relative difference of a rank's output and gradients from those of whole sequences."""
+    group = dist.group.WORLD
+    assert group is not None
+    own = local_positions(layout, T, group.rank())
+    given = [x if 3 <= i < 6 else x[:, own] for i, x in enumerate(inputs())]
+    rule = FragmentedDelta(DeltaRule(SPEC), group, layout)
+    found = run(rule, given, documents, weights()[:, own])
+    wanted = run(DeltaRule(SPEC), inputs(), documents, weights())
+    differences = []
+    for i, (one, whole) in enumerate(zip(found, wanted, strict=True)):
+        if 4 <= i < 7:  # convolutions: each rank has a summand
+            dist.all_reduce(one)
+        else:
+            whole = whole[:, own]
+        differences.append(float((one - whole).abs().max() / whole.abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_split_sequences(pool, cp, balanced, documents):
+    layout = ParallelismConfig(cp=cp, cp_method="gather", cp_load_balance=balanced)
+    assert max(pool.run(cp, difference, layout, documents)) < 1e-12
+
+
+def test_documents_are_sequences_of_their_own():
+    tensors, rule = inputs(), DeltaRule(SPEC)
+    found, *gradients = run(rule, tensors, DOCUMENTS, weights())
+    for row, documents in enumerate(DOCUMENTS):
+        for number in documents.unique():
+            own = documents == number
+            alone = [x if 3 <= i < 6 else x[row : row + 1, own] for i, x in enumerate(tensors)]
+            out = rule(tuple(alone[:3]), tuple(alone[3:6]), *alone[6:], None)
+            torch.testing.assert_close(found[row, own], out[0], rtol=1e-12, atol=1e-12)
+    assert all(gradient.isfinite().all() for gradient in gradients)
