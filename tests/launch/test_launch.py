@@ -59,7 +59,7 @@ if os.environ.get("RANK") == "{rank}":
 """
 
 
-@pytest.fixture(params=["harness", "torchrun"])
+@pytest.fixture(params=["harness", pytest.param("torchrun", marks=pytest.mark.thorough)])
 def starter(request):
     return str(request.param)
 
