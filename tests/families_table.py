@@ -19,6 +19,7 @@ from harness.config.model import (
     ARCHITECTURES,
     GROUP_SCORES,
     KINDS,
+    NORM_POSITIONS,
     QK_NORMS,
     SCALINGS,
     SCORES,
@@ -118,6 +119,22 @@ qwen3_next: [qwen3_next_debug, {}]
 qwen3_next_other:
     [qwen3_next_debug, {n_layers: 3, layer_kinds: [full, delta, delta], delta__key_heads: 4, delta__kernel: 2,
     moe__normalize_scores: false, moe__first_dense_layers: 1, rope__rotated_fraction: 0.5}]
+olmo2:
+    [olmo3_debug, {family: olmo2, attention__window: null, attention__global_every_nth_layer: null,
+    rope__local_theta: null, rope__scaling: none}]
+olmo3: [olmo3_debug, {}]
+gemma3: [gemma3_debug, {rope__scaling: linear}]
+glm4:
+    [qwen2_debug, {family: glm4, norm_position: around, rope__interleaved: true,
+    rope__rotated_fraction: 0.5}]
+glm4_moe:
+    [qwen3_moe_debug, {family: glm4_moe, moe__score: sigmoid, moe__group_score: top2_sum,
+    moe__balance_coeff: 0.001, moe__shared_hidden_dim: 32, moe__first_dense_layers: 1,
+    rope__rotated_fraction: 0.5, attention__qkv_bias: true}]
+phi3: [llama3_tiny, {family: phi3, n_kv_heads: 2, rope__scaling: none, rope__rotated_fraction: 0.75}]
+granite:
+    [llama3_tiny, {family: granite, embedding_multiplier: 12.0, residual_multiplier: 0.22,
+    logits_scaling: 4.0, attention__scale: 0.125}]
 llama4: [llama4_debug, {}]
 llama4_maverick: [llama4_debug, {attention__qk_norm: none, rope__scaling: none}]
 llama4_all_experts:
@@ -191,6 +208,7 @@ CHOICES = {
     "scaling": SCALINGS,
     "kind": KINDS,
     "qk_norm": QK_NORMS,
+    "norm_position": NORM_POSITIONS,
     "score": SCORES,
     "group_score": GROUP_SCORES,
 }

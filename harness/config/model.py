@@ -24,7 +24,8 @@ from harness.config.registry import Registry
 from harness.util.errors import ConfigError, as_typed, divisors
 
 KINDS = ("gqa", "mla")
-QK_NORMS = ("none", "learned", "l2")
+QK_NORMS = ("none", "learned", "all_heads", "l2")
+NORM_POSITIONS = ("before", "after", "around")
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -69,8 +70,11 @@ class AttentionConfig:
     output_bias: bool = numerics(False)
     """Whether the output projection has a bias."""
     qk_norm: str = numerics("none", choices=QK_NORMS)
-    """``none``; ``learned``: RMSNorm of each query and key head before rotation (Qwen 3); ``l2``: the same
-    without weights and after rotation, in rotated layers only (Llama 4)."""
+    """``none``; ``learned``: RMSNorm of each query and key head before rotation (Qwen 3); ``all_heads``: of
+    all query heads together, and of all key heads (OLMo 2); ``l2``: of each head without weights and after
+    rotation, in rotated layers only (Llama 4)."""
+    scale: float | None = added_numerics(None, above=0)
+    """Factor of the scores (Granite, Gemma 2); null: 1 / sqrt(width of a head)."""
     output_gate: bool = added_numerics(False)
     """Whether attention's values are multiplied by the sigmoid of one more projection of its input
     (Qwen3-Next; arXiv:2505.06708), which has a bias if queries have."""
@@ -172,6 +176,9 @@ class RopeConfig:
 
     theta: float = numerics(10000.0, above=0)
     """Base of the geometric series of wavelengths."""
+    local_theta: float | None = added_numerics(None, above=0)
+    """The base in layers with a window or chunk, whose wavelengths are not scaled (Gemma 3, OLMo 3);
+    null: all layers rotate alike."""
     rotated_fraction: float = added_numerics(1.0, above=0, most=1)
     """Fraction of a head's width that is rotated, from its first value (GLM, Phi 4 mini)."""
     interleaved: bool = numerics(False)
@@ -214,6 +221,13 @@ class RopeConfig:
             one = self.mscale_all_dim if self.mscale is None else self.mscale
             works = f"model.rope.mscale={one} and model.rope.mscale_all_dim={one}, or null for both"
             raise ConfigError("model.rope.mscale", self.mscale, rule, works)
+
+    @property
+    def of_local_layers(self) -> RopeConfig:
+        """The rotation of layers with a window or chunk."""
+        if self.local_theta is None:
+            return self
+        return replace(self, theta=self.local_theta, local_theta=None, scaling="none")
 
     @property
     def rotation_scale(self) -> float:
@@ -482,12 +496,19 @@ FAMILIES: Registry[Any] = Registry(
         "gpt_oss": f"{_FILES}.gpt_oss:GPT_OSS",
         "llama4": f"{_FILES}.llama4:LLAMA4",
         "qwen3_next": f"{_FILES}.qwen3_next:QWEN3_NEXT",
+        "olmo2": f"{_FILES}.olmo:OLMO2",
+        "olmo3": f"{_FILES}.olmo:OLMO3",
+        "gemma3": f"{_FILES}.gemma:GEMMA3",
+        "glm4": f"{_FILES}.glm:GLM4",
+        "glm4_moe": f"{_FILES}.glm:GLM4_MOE",
+        "phi3": f"{_FILES}.phi:PHI3",
+        "granite": f"{_FILES}.llama_like:GRANITE",
     },
     field="model.family",
     expects=f"{_FILES}.core:Family",
 )
 """Families of models at Hugging Face."""
-ACTIVATIONS = ("swiglu", "swiglu_clamped")
+ACTIVATIONS = ("swiglu", "swiglu_clamped", "geglu_tanh")
 OfModel = TypeVar("OfModel", bound="Callable[..., Any]")
 
 
@@ -519,14 +540,17 @@ class ModelConfig:
     ffn_hidden_dim: int = numerics("???", least=1)
     """Width of the dense feed-forward's hidden layer."""
     activation: str = numerics("swiglu", choices=ACTIVATIONS)
-    """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), or ``swiglu_clamped``
-    (GPT-OSS)."""
+    """Activation of the feed-forward: ``swiglu`` (arXiv:2002.05202), ``swiglu_clamped`` (GPT-OSS), or
+    ``geglu_tanh``, a GELU by its approximation with tanh (Gemma)."""
     block: str = added_numerics("pre_norm", choices=BLOCKS)
     """Kind of the blocks; packages can add others."""
     block_options: dict[str, Any] = added_numerics(factory=dict)
     """Options of a kind of blocks that another package has added."""
     norm_eps: float = numerics(1e-5, above=0)
     """Added to the mean square inside RMSNorm."""
+    norm_position: str = added_numerics("before", choices=NORM_POSITIONS)
+    """Where the norms of a block are: ``before`` attention and feed-forward, ``after`` them and before the
+    residual sum (OLMo 2, arXiv:2501.00656), or ``around``: both (Gemma 2, arXiv:2408.00118)."""
     norm_zero_centred: bool = added_numerics(False)
     """Whether norms multiply by 1 + weight (Gemma, Qwen3-Next): weights begin at 0, and weight
     decay draws the factors to 1."""
@@ -534,6 +558,12 @@ class ModelConfig:
     """Whether the output projection is the embedding table."""
     embedding_std: float = numerics(1.0, above=0)
     """Standard deviation of the embedding table's initial values, if it is not tied."""
+    embedding_multiplier: float = added_numerics(1.0, above=0)
+    """Factor of embeddings where they enter the residual stream: Gemma's sqrt(dim), Granite's."""
+    residual_multiplier: float = added_numerics(1.0, above=0)
+    """Factor of the output of every attention and feed-forward, before the residual sum (Granite)."""
+    logits_scaling: float = added_numerics(1.0, above=0)
+    """Divisor of the logits (Granite)."""
     max_seq_len: int = numerics("???", least=1)
     """Longest sequence, in tokens, that the model supports."""
     rope: RopeConfig = part(RopeConfig)
@@ -598,9 +628,14 @@ class ModelConfig:
         return replace(self.at_width(self.mup.base_dim, self.mup.base_widths), mup=MupConfig())
 
     @property
-    def output_multiplier(self) -> float:
+    def mup_multiplier(self) -> float:
         """muP's factor of the logits of the output projection and of routers."""
         return 1.0 if self.mup.base_dim is None else self.mup.base_dim / self.dim
+
+    @property
+    def output_multiplier(self) -> float:
+        """Factor of the logits of the output projection."""
+        return self.mup_multiplier / self.logits_scaling
 
     @property
     def score_multiplier(self) -> float:
@@ -611,7 +646,10 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """Factor of attention scores, without that of the rotation's scaling."""
-        return self.head_width**-0.5 * self.score_multiplier
+        scale = self.attention.scale
+        if scale is None:
+            scale = self.head_width**-0.5
+        return scale * self.score_multiplier
 
     @property
     def head_width(self) -> int:

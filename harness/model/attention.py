@@ -51,9 +51,14 @@ class Attention(nn.Module):
             nn.Linear(config.dim, config.n_heads * width, bias=bias) if of.output_gate else None
         )
         self.wo = nn.Linear(config.n_heads * width, config.dim, bias=of.output_bias)
-        learned = of.qk_norm == "learned"
-        self.q_norm = build_norm(config, width) if learned else None
-        self.k_norm = build_norm(config, width) if learned else None
+        self.q_norm = self.k_norm = None
+        self.norms_all_heads = of.qk_norm == "all_heads"
+        if of.qk_norm in ("learned", "all_heads"):
+            q_heads, k_heads = (
+                (config.n_heads, config.n_kv_heads) if self.norms_all_heads else (1, 1)
+            )
+            self.q_norm = build_norm(config, q_heads * width)
+            self.k_norm = build_norm(config, k_heads * width)
         self.sinks = nn.Parameter(torch.empty(config.n_heads)) if of.sinks else None
         self.is_rotated = of.is_rotated(layer)
         self.interleaved = config.rope.interleaved
@@ -90,8 +95,12 @@ class Attention(nn.Module):
             each.view(B, T, -1, self.head_dim) for each in multiply(self, x_BTC, *linears)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q_BTHD = self.q_norm(q_BTHD)
-            k_BTHD = self.k_norm(k_BTHD)
+            if self.norms_all_heads:
+                q_BTHD = self.q_norm(q_BTHD.flatten(2)).view_as(q_BTHD)
+                k_BTHD = self.k_norm(k_BTHD.flatten(2)).view_as(k_BTHD)
+            else:
+                q_BTHD = self.q_norm(q_BTHD)
+                k_BTHD = self.k_norm(k_BTHD)
         elif self.is_rotated:
             # Backward needs the values alone: as a view they would keep all of a fused product.
             v_BTHD = v_BTHD.contiguous()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config.model import ModelConfig
+from harness.config.model import ModelConfig, RopeConfig
 from harness.data.batch import PADDING
 from harness.model.architecture import block_of
 from harness.model.attention import build_attention
@@ -94,20 +94,25 @@ class MTP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder block."""
+    """Decoder block, with norms before attention and feed-forward, after them, or both."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, config.dim)
+        self.residual_multiplier = config.residual_multiplier
+        before = config.norm_position != "after"
+        after = config.norm_position != "before"
         is_delta = config.is_delta(layer)
+        self.attention_norm = build_norm(config, config.dim) if before else None
         self.attention = None if is_delta else build_attention(config, layer)
         self.delta = GatedDeltaNet(config) if is_delta else None
-        self.ffn_norm = build_norm(config, config.dim)
+        self.attention_post_norm = build_norm(config, config.dim) if after else None
+        self.ffn_norm = build_norm(config, config.dim) if before else None
         mixed = config.has_experts(layer)
         self.moe = MoE(config) if mixed else None
         self.feed_forward = (
             None if mixed else FeedForward(config.dim, config.ffn_hidden_dim, config.activation)
         )
+        self.ffn_post_norm = build_norm(config, config.dim) if after else None
 
     @property
     def mixer(self) -> Any:
@@ -133,16 +138,26 @@ class Block(nn.Module):
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None
     ) -> Tensor:
         """The first half of a block: its mixer with the residual sum."""
-        return x_BTC + self.mixer(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
+        in_BTC = x_BTC if self.attention_norm is None else self.attention_norm(x_BTC)
+        out_BTC = self.mixer(in_BTC, rope_2TD, mask, positions_T)
+        return self._sum(x_BTC, out_BTC, self.attention_post_norm)
 
     def feed(self, x_BTC: Tensor, places_BT: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The second half: the feed-forward or the experts, with their residual sum."""
-        normed_BTC = self.ffn_norm(x_BTC)
+        in_BTC = x_BTC if self.ffn_norm is None else self.ffn_norm(x_BTC)
         if self.moe is None:
             assert self.feed_forward is not None
-            return x_BTC + self.feed_forward(normed_BTC), None
-        out_BTC, load_E = self.moe(normed_BTC, places_BT)
-        return x_BTC + out_BTC, load_E
+            return self._sum(x_BTC, self.feed_forward(in_BTC), self.ffn_post_norm), None
+        out_BTC, load_E = self.moe(in_BTC, places_BT)
+        return self._sum(x_BTC, out_BTC, self.ffn_post_norm), load_E
+
+    def _sum(self, x_BTC: Tensor, update_BTC: Tensor, norm: nn.Module | None) -> Tensor:
+        """Add an update to the residual stream."""
+        if norm is not None:
+            update_BTC = norm(update_BTC)
+        if self.residual_multiplier != 1:
+            update_BTC = update_BTC * self.residual_multiplier
+        return x_BTC + update_BTC
 
 
 class Decoder(ModelPart):
@@ -183,8 +198,10 @@ class Decoder(ModelPart):
         self.tie_embeddings()
         self.positions: Tensor
         self.rope: Tensor
+        self.local_rope: Tensor | None
         self.register_buffer("positions", None, persistent=False)
         self.register_buffer("rope", None, persistent=False)
+        self.register_buffer("local_rope", None, persistent=False)
         self._materialize_positions(torch.get_default_device())
 
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
@@ -244,14 +261,26 @@ class Decoder(ModelPart):
             moe.materialize_buffers(device)
 
     def _materialize_positions(self, device: torch.device) -> None:
-        config = self.config
-        table = signed_table(rope_table(config.rope, config.rotated_width, self.seq_len, device))
         positions = torch.arange(self.seq_len, device=device)
         if self._share is not None:
             positions = self._share.to(device)
-            table = table[:, positions]
         self.positions = positions
-        self.rope = table
+        self.rope = self._rope_table(self.config.rope, device)
+        if self.config.rope.local_theta is not None:
+            self.local_rope = self._rope_table(self.config.rope.of_local_layers, device)
+
+    def _rope_table(self, rope: RopeConfig, device: torch.device) -> Tensor:
+        table = signed_table(rope_table(rope, self.config.rotated_width, self.seq_len, device))
+        return table if self._share is None else table[:, self.positions]
+
+    @property
+    def ropes(self) -> list[Tensor]:
+        """The rotation tables: that of most layers, and if there is another one, that of local layers."""
+        return [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
+
+    def _rope_of(self, layer: int) -> int:
+        """Index of a block's table among ``ropes``."""
+        return int(self.local_rope is not None and not self.config.span(layer).is_whole)
 
     def forward(
         self,
@@ -296,9 +325,9 @@ class Decoder(ModelPart):
             assert self.tok_embeddings is not None and self.mtp is not None, (
                 "later_BT needs model.mtp"
             )
-            x, later_BTC = self.tok_embeddings(torch.cat((x, later_BT))).chunk(2)
+            x, later_BTC = self._embed(torch.cat((x, later_BT))).chunk(2)
         elif self.tok_embeddings is not None:
-            x = self.tok_embeddings(x)
+            x = self._embed(x)
         blocks = self.blocks
         places_BT = self._places(documents_BT, real_B, positions_BT)
         inner: list[Any] = [block.mixer.inner for block in blocks.values()]
@@ -317,12 +346,13 @@ class Decoder(ModelPart):
         if positions_BT is None:
             # A full model may have shorter sequences; a rank's share has its own length.
             positions = self.positions[:length]
-            rope = self.rope[:, :length]
+            ropes = [table[:, :length] for table in self.ropes]
         else:
             positions = positions_BT
-            rope = self.rope[:, positions]
+            ropes = [table[:, positions] for table in self.ropes]
         for layer in map(int, self.layers):
             mask = masks[blocks[layer].mixer.inner.spec]
+            rope = ropes[self._rope_of(layer)]
             x, load_E = blocks[layer](x, rope, mask, positions, places_BT)
             self._count(layer, load_E)
         x = x if cached is None else cached.last_of(x)
@@ -332,6 +362,7 @@ class Decoder(ModelPart):
             assert self.mtp is not None
             layer = self.config.n_layers
             shared = masks[blocks[layer].mixer.inner.spec], positions, places_BT
+            rope = ropes[self._rope_of(layer)]
             further_BTC, load_E = self.mtp(stream, later_BTC, rope, *shared)
             self._count(layer, load_E)
             x = torch.cat((x, further_BTC))
@@ -343,6 +374,12 @@ class Decoder(ModelPart):
         return self.output(
             x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None)
         )
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        assert self.tok_embeddings is not None
+        x_BTC: Tensor = self.tok_embeddings(tokens_BT)
+        multiplier = self.config.embedding_multiplier
+        return x_BTC if multiplier == 1 else x_BTC * multiplier
 
     def _places(
         self, documents_BT: Tensor | None, real_B: Tensor | None, positions_BT: Tensor | None

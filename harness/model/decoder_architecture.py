@@ -73,6 +73,11 @@ class DecoderArchitecture(Architecture):
                 )
             works = [width - 1, width + 1] if width > 1 else [2]
             raise ConfigError(f"model.{field}", width, "must be even: RoPE rotates pairs", works)
+        if model.rope.local_theta is not None and all(
+            model.span(layer).is_whole for layer in range(model.n_layers)
+        ):
+            rule = "changes nothing: without model.attention.window or chunk no layer is local"
+            raise ConfigError("model.rope.local_theta", model.rope.local_theta, rule, ["null"])
         if model.attention.is_latent and model.rope.rotated_fraction < 1:
             rule = "latent attention rotates model.attention.qk_rope_head_dim"
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Gated feed-forwards: SwiGLU (arXiv:2002.05202) and GPT-OSS's variant."""
+"""Gated feed-forwards: SwiGLU, GEGLU (arXiv:2002.05202) and GPT-OSS's variant."""
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """
     if activation == "swiglu":
         return F.silu(gate) * up
+    if activation == "geglu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
     if activation != "swiglu_clamped":
         raise ValueError(f"no such activation: {activation}")
     gate = gate.clamp(max=LIMIT)

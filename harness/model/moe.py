@@ -52,7 +52,7 @@ class Router(nn.Linear):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.dim, config.moe.num_experts, bias=config.moe.router_bias)
         self.config = config.moe
-        self.multiplier = config.output_multiplier
+        self.multiplier = config.mup_multiplier
         self.aux_scale: float | Tensor = 1.0
         self.sequence_parts = 1
         self.over_sequence: Callable[[Tensor], Tensor] | None = None

@@ -35,6 +35,9 @@ class Split(StrEnum):
     """A linear on the residual stream, position by position: like ``NORM``."""
     HEAD_NORM = "head_norm"
     """A norm of each head, replicated; its input is split by heads."""
+    HEADS_NORM = "heads_norm"
+    """A norm of all heads together: its weight and its input are split by heads, and the ranks'
+    squares are summed."""
     WHOLE = "whole"
     """Replicated inside a region: every rank computes the same from full inputs."""
     REGION = "region"
@@ -70,6 +73,7 @@ _BY_OUTPUT = (
     Split.COLUMN,
     Split.HEAD,
     Split.HEADS,
+    Split.HEADS_NORM,
     Split.MODULATION,
     Split.OUTPUT,
 )
@@ -271,7 +275,7 @@ def is_buffer(name: str) -> bool:
 
 
 class PreNormBlock:
-    """The modules of one pre-norm block, in the standard parametrization.
+    """The modules of one block of a decoder, in the standard parametrization.
 
     Linears are initialized as in torchtitan's Llama 3: a normal of std 0.02 truncated at +-2. Those
     that write to the residual stream (wo, w2) or gate it (w3) have std 0.02 / sqrt(2 (layer + 1)),
@@ -289,16 +293,24 @@ class PreNormBlock:
     def modules(self) -> Iterator[ModuleSpec]:
         config = self.config
         at = self.prefix
-        yield _norm(config, f"{at}attention_norm", config.dim)
+        before = config.norm_position != "after"
+        after = config.norm_position != "before"
+        if before:
+            yield _norm(config, f"{at}attention_norm", config.dim)
         if config.is_delta(self.layer):
             yield from self._delta()
         else:
             yield from self._latent_attention() if config.attention.is_latent else self._attention()
-        yield _norm(config, f"{at}ffn_norm", config.dim)
+        if after:
+            yield _norm(config, f"{at}attention_post_norm", config.dim)
+        if before:
+            yield _norm(config, f"{at}ffn_norm", config.dim)
         if config.has_experts(self.layer):
             yield from self._mixture()
         else:
             yield from self._feed_forward(f"{at}feed_forward", config.ffn_hidden_dim)
+        if after:
+            yield _norm(config, f"{at}ffn_post_norm", config.dim)
 
     def _attention(self) -> Iterator[ModuleSpec]:
         config = self.config
@@ -320,6 +332,9 @@ class PreNormBlock:
         if of.qk_norm == "learned":
             yield _norm(config, f"{at}.q_norm", width, Split.HEAD_NORM)
             yield _norm(config, f"{at}.k_norm", width, Split.HEAD_NORM)
+        elif of.qk_norm == "all_heads":
+            yield _norm(config, f"{at}.q_norm", q_width, Split.HEADS_NORM)
+            yield _norm(config, f"{at}.k_norm", kv_width, Split.HEADS_NORM)
 
     def _latent_attention(self) -> Iterator[ModuleSpec]:
         config = self.config

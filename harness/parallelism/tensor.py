@@ -106,6 +106,17 @@ def apply_tensor_parallel(
     part.tie_embeddings()
 
 
+_COLLECTIVE = (
+    Split.COLUMN,
+    Split.ROW,
+    Split.HEAD,
+    Split.HEADS_NORM,
+    Split.OUTPUT,
+    Split.MODULATION,
+)
+"""Modules that compute on this rank's shard, or with those of others."""
+
+
 def apply_for_passes(part: ModelPart, mesh: DeviceMesh) -> None:
     """Split every module as its spec says, in place, for passes without gradients and a replicated stream.
 
@@ -121,7 +132,7 @@ def apply_for_passes(part: ModelPart, mesh: DeviceMesh) -> None:
                 place(module, tensor.name, mesh, tensor.split_dim)
         if spec.split is Split.VOCABULARY:
             module.forward = partial(look_up, module, mesh, None)  # type: ignore[method-assign]
-        elif spec.split in (Split.COLUMN, Split.ROW, Split.HEAD, Split.OUTPUT, Split.MODULATION):
+        elif spec.split in _COLLECTIVE:
             compute_plainly(module, spec.split, mesh, None)
     part.tie_embeddings()
 

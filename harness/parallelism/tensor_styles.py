@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -236,10 +238,55 @@ class PlainLinear(nn.Linear):
 
 
 class PlainNorm(Norm):
-    """A norm with a replicated weight, of the values that this rank has."""
+    """A norm of the values that this rank has, or of all ranks' values as ``split`` says."""
 
     split: Split
-    stream: Placement
+    mesh: DeviceMesh
+    stream: Placement | None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x, local_shard(self, "weight"))
+        weight = local_shard(self, "weight")
+        if self.split is not Split.HEADS_NORM:
+            return self.scaled(x, weight)
+        factor = weight.float() + 1 if self.zero_centred else weight
+        return _NormOverRanks.apply(x, factor, self.normalized_shape[0], self.eps, self._over_ranks)  # type: ignore[no-any-return]
+
+    def _over_ranks(self, partial_sum: Tensor) -> Tensor:
+        stream = None if self.stream is None else Replicate()
+        return into_stream(partial_sum, self.mesh, stream)
+
+
+class _NormOverRanks(torch.autograd.Function):
+    """RMSNorm of values that are split over the ranks; it saves what torch's norm saves.
+
+    Args of ``forward``:
+        width: number of values of all ranks.
+        over_ranks: sums over the ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        width: int,
+        eps: float,
+        over_ranks: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        squares = x.float().square().sum(-1, keepdim=True)
+        rstd = torch.rsqrt(over_ranks(squares) / width + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.width = width
+        ctx.over_ranks = over_ranks
+        return (x.float() * rstd * weight.float()).type_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        weighted = grad.float() * weight.float()
+        shared = ctx.over_ranks((weighted * normed).sum(-1, keepdim=True)) / ctx.width
+        grad_x = (weighted - normed * shared) * rstd
+        grad_weight = (grad.float() * normed).flatten(0, -2).sum(0)
+        return grad_x.type_as(x), grad_weight.type_as(weight), None, None, None

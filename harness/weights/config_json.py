@@ -111,6 +111,8 @@ def _unstored(family: Family, model: ModelConfig) -> Iterator[tuple[str, object]
         is_rope = name.startswith("rope.") and name != "rope.interleaved"
         if name == "rope.rotated_fraction":
             is_rope = family.rotated_fraction is not None
+        elif name == "rope.local_theta":
+            is_rope = family.local_theta is not None
         if not is_rope and name not in stored and value != _required(family, name):
             yield name, value
 
@@ -191,6 +193,8 @@ def _refuse_unread(family: Family, model: ModelConfig, found: Mapping[str, Any])
     known = {*_READ_BY_ALL, *family.trained, *family.harmless, "architectures", family.type_key}
     if family.rotated_fraction is not None:
         known.add("partial_rotary_factor")
+    if family.local_theta is not None:
+        known.add("rope_local_base_freq")
     if family.written is not None:
         known |= set(family.written(model))
     for field in family.config_fields(model):

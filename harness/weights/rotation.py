@@ -29,6 +29,9 @@ _THEIRS = {"original_max_position": "original_max_position_embeddings"}
 _DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 _FRACTION = "partial_rotary_factor"
+_LOCAL_THETA = "rope_local_base_freq"
+_FULL = "full_attention"
+_LOCAL = "sliding_attention"
 _NOT_FLOATS = ("truncate", "original_max_position_embeddings")
 
 # All names that a rotation may have.
@@ -51,7 +54,10 @@ def scaling_fields(model: ModelConfig) -> list[ConfigField]:
 
 
 def written_rotation(model: ModelConfig) -> dict[str, Any]:
-    """The rotation as both versions of transformers read it: 4 ``rope_scaling``, 5 ``rope_parameters``."""
+    """The rotation as both versions of transformers read it: 4 ``rope_scaling``, 5 ``rope_parameters``.
+
+    Where local layers have another one, version 5 has an object for each kind of layer.
+    """
     theta = float(model.rope.theta)
     is_scaled = model.rope.scaling != "none"
     content: dict[str, Any] = {"rope_type": model.rope.scaling if is_scaled else "default"}
@@ -64,11 +70,18 @@ def written_rotation(model: ModelConfig) -> dict[str, Any]:
     if model.rope.rotated_fraction != 1:
         fraction = {_FRACTION: model.rope.rotated_fraction}
         content |= fraction
+    parameters: dict[str, Any] = {**content, "rope_theta": theta}
+    local: dict[str, Any] = {}
+    if model.rope.local_theta is not None:
+        local = {_LOCAL_THETA: model.rope.local_theta}
+        of_local = {"rope_type": "default", "rope_theta": model.rope.local_theta}
+        parameters = {_FULL: parameters, _LOCAL: of_local}
     return {
         **fraction,
+        **local,
         "rope_theta": theta,
         "rope_scaling": content if is_scaled else None,
-        "rope_parameters": {**content, "rope_theta": theta},
+        "rope_parameters": parameters,
     }
 
 
@@ -85,6 +98,23 @@ def rotation_of(found: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise UserError(
             f"config.json has {name} {json.dumps(parameters)}: must be an object or null"
         )
+    local: Any = {}
+    nested = found.get("rope_parameters")
+    if family.local_theta is not None and isinstance(nested, dict) and _FULL in nested:
+        local = nested.get(_LOCAL) or {}
+        own = nested[_FULL] or {}
+        for part in (own, local):
+            if not isinstance(part, dict):
+                raise UserError(
+                    f"config.json has rope_parameters {json.dumps(part)} of a kind of layer: "
+                    "must be an object"
+                )
+        parameters = own if parameters is nested else {**own, **parameters}
+        if local.get("rope_type", "default") != "default":
+            raise UserError(
+                f"config.json has rope_type {json.dumps(local['rope_type'])} of {_LOCAL}: local "
+                "layers are rotated without scaling; would work: default"
+            )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "dynamic":
         raise UserError(
@@ -106,6 +136,9 @@ def rotation_of(found: Mapping[str, Any], family: Family) -> dict[str, Any]:
         **parameters,
         "rope_type": "none" if kind == "default" else kind,
     }
+    if family.local_theta is not None:
+        theta = found.get(_LOCAL_THETA, family.local_theta)
+        rotation[_LOCAL_THETA] = local.get("rope_theta", theta)
     if family.rotated_fraction is not None:
         rotation.setdefault(_FRACTION, found.get(_FRACTION, family.rotated_fraction))
     if found.get(original) is not None:  # transformers prefers the one outside of the object
@@ -117,6 +150,8 @@ def rotation_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator
     """The fields of a rotation; those of its scaling if the model has the same."""
     yield ConfigField("rope_theta", model.rope.theta, "rope.theta", nullable=True)
     yield ConfigField("rope_type", model.rope.scaling, "rope.scaling", nullable=True)
+    if _LOCAL_THETA in rotation:
+        yield ConfigField(_LOCAL_THETA, model.rope.local_theta, "rope.local_theta")
     if _FRACTION in rotation:
         yield ConfigField(_FRACTION, model.rope.rotated_fraction, "rope.rotated_fraction")
     if model.rope.scaling == rotation["rope_type"]:

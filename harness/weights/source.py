@@ -132,13 +132,13 @@ def multipliers(model: ModelConfig) -> dict[str, float]:
     The factor of the logits is moved to the norm before the output projection, which may be tied;
     that of a router's logits to its weight; that of attention scores to the queries.
     """
-    output = model.output_multiplier
+    output = model.mup_multiplier
     scores = model.score_multiplier
     if scores != 1 and model.attention.qk_norm == "l2":
         rule = "model.attention.qk_norm=l2 removes the factor of queries that would replace muP's score scale"
         works = f"head_dim: {model.head_width}, or none"
         raise ConfigError("model.mup.base_widths", model.mup.base_widths, rule, works)
-    queries = ("q_norm",) if model.attention.qk_norm == "learned" else ("wq", "wq_b")
+    queries = ("wq", "wq_b") if model.attention.qk_norm == "none" else ("q_norm",)
     found = {}
     for module in modules(model):
         inner = module.name.rpartition("attention.")[2]

@@ -160,7 +160,8 @@ def test_released_models_have_their_families_tensors(name):
         for key, value in as_stored(theirs.state_dict(), config.family).items()
     }
     check_hf_tensors(config, shapes)
-    assert len([key for key in hf_shapes(config) if f"layers.{layers - 1}.input" in key]) == 1
+    last = f"layers.{layers - 1}.self_attn.o_proj.weight"
+    assert len([key for key in hf_shapes(config) if last in key]) == 1
 
 
 def test_redundant_tensors_are_allowed():

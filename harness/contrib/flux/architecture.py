@@ -24,12 +24,16 @@ _DECODERS = (
     "block",
     "block_options",
     "delta",
+    "embedding_multiplier",
     "embedding_std",
     "layer_kinds",
+    "logits_scaling",
     "moe",
     "mtp",
     "mup",
+    "norm_position",
     "norm_zero_centred",
+    "residual_multiplier",
     "rope",
 )
 """Fields of ``model`` that only decoders read, except ``rope.theta``; they would silently have no

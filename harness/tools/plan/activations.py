@@ -105,17 +105,25 @@ def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> Pa
         attention = _attention(config, layer)
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
-    norm_1 = norm_activations(config, "attention_norm", dim)
-    norm_2 = norm_activations(config, "ffn_norm", dim)
+    norm_1: tuple[SavedTensor, ...] = ()
+    norm_2: tuple[SavedTensor, ...] = ()
+    post_1: tuple[SavedTensor, ...] = ()
+    post_2: tuple[SavedTensor, ...] = ()
+    if config.norm_position != "after":
+        norm_1 = norm_activations(config, "attention_norm", dim)
+        norm_2 = norm_activations(config, "ffn_norm", dim)
+    if config.norm_position != "before":
+        post_1 = norm_activations(config, "attention_post_norm", dim)
+        post_2 = norm_activations(config, "ffn_post_norm", dim)
     # A mixture copies rows and saves its router's input; only shared experts save the input itself.
     needs_whole = not mixed or config.moe.shared_hidden_dim > 0
     router = SavedTensor("router.in", dim, ROUTED, "float32")
     gathered = SavedTensor("ffn_norm.out", dim, WHOLE) if needs_whole else router
-    first = (*norm_1, SavedTensor("attention_norm.out", dim, WHOLE), *attention.kept)
+    first = (*norm_1, SavedTensor("attention_norm.out", dim, WHOLE), *attention.kept, *post_1)
     stream = SavedTensor("grad", dim, STREAM)
     whole = SavedTensor("grad of the region's input", dim, WHOLE)
     return PartActivations(
-        kept=(*first, *norm_2, gathered, *inner.kept),
+        kept=(*first, *norm_2, gathered, *inner.kept, *post_2),
         products=(*attention.products, *inner.products),
         always_saved=(*attention.always_saved, *inner.always_saved),
         choices=inner.choices,
@@ -182,6 +190,9 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
     if of.qk_norm == "learned":
         extra += norm_activations(config, "q_norm", width, INNER, heads)
         extra += norm_activations(config, "k_norm", width, INNER, groups)
+    elif of.qk_norm == "all_heads":
+        extra += norm_activations(config, "q_norm", q, INNER)
+        extra += norm_activations(config, "k_norm", k, INNER)
     elif of.qk_norm == "l2" and of.is_rotated(layer):
         # Without a weight; the output is counted with attention.
         extra += norm_activations(config, "q_l2", width, INNER, heads)[:2]
@@ -341,7 +352,7 @@ def _mixture(config: ModelConfig) -> PartActivations:
     ]
     if of.normalize_scores:
         kept.append(routed("moe.normalized", 1, dtype="float32"))
-    if config.activation == "swiglu":
+    if config.activation != "swiglu_clamped":
         kept += [gate, up, inner("moe.silu", hidden, by=SavedBy.EAGER)]
     else:
         # The clamped gate saves its clamped factors and their products; a bias is added out of

@@ -360,6 +360,7 @@ class Worker:
             norm += costs.zero_centred
         traffic = (
             self.stream_rows * operations.norm_width * (norm + costs.residual)
+            + self.stream_rows * operations.post_norm_width * norm
             + self.rows * operations.attention_gate_width / tp * costs.gate
             + self.rows * operations.rotated_width / tp * costs.rotation
             + self.rows * operations.gate_width / tp * gate

@@ -49,7 +49,7 @@ class Operations:
     """Matrices that tokens are multiplied by."""
     attention: AttentionCost
     norm_width: int
-    """Inputs of both norms; the two residual sums have as many."""
+    """Inputs of norms before attention and feed-forward; the two residual sums have as many."""
     rotated_width: int
     """Values that are rotated, or normalized per head."""
     gate_width: int
@@ -58,6 +58,8 @@ class Operations:
     """Hidden widths of a token's experts, summed."""
     expert_width: int
     """Values of a token that are sorted by expert and back."""
+    post_norm_width: int = 0
+    """Inputs of norms after attention and feed-forward, if there are others before."""
     attention_gate_width: int = 0
     """Values of attention that are gated."""
 
@@ -207,6 +209,7 @@ class PreNormCosts(BlockCosts):
             gate_width=of.shared_hidden_dim if top_k else model.ffn_hidden_dim,
             expert_gate_width=top_k * of.hidden_dim,
             expert_width=top_k * model.dim,
+            post_norm_width=2 * model.dim if model.norm_position == "around" else 0,
             attention_gate_width=model.n_heads * model.value_width * model.attention.output_gate,
         )
 

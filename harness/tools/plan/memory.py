@@ -152,7 +152,9 @@ class RankStep:
         length = job.training.seq_len / layout.cp
         if layout.balances_documents:
             length += job.training.seq_len  # of all positions, and of those of a pass
-        buffers = held.buffer_bytes + len(self.stages) * 4 * length * job.model.rotated_width
+        tables = 1 if job.model.rope.local_theta is None else 2
+        rotation = 4 * length * job.model.rotated_width * tables
+        buffers = held.buffer_bytes + len(self.stages) * rotation
         # The stages' receive buffers, for all microbatches (PipelineStage, args_recv_info).
         boundaries = sum(stage.boundary for index, stage in self.stages.items() if index > 0)
         boundaries += sum(s.boundary for s in self.stages.values() if not s.has_head)

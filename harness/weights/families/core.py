@@ -69,6 +69,28 @@ def projections(ours: str, theirs: str) -> Names:
 
 
 DENSE = projections("feed_forward", "mlp")
+HEAD_NORMS: Names = {
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
+
+
+def fused(theirs: str, widths: Mapping[str, int]) -> Names:
+    """Slots of linears, by our names with their outputs, of which a family makes one."""
+    total = sum(widths.values())
+    slots: Names = {}
+    first = 0
+    for ours, width in widths.items():
+        slots[ours] = TensorSlot(theirs, rows=Rows(first, width, total))
+        first += width
+    return slots
+
+
+def fused_gate(model: ModelConfig) -> Names:
+    """Slots of a dense feed-forward whose gate and other factor are one tensor."""
+    hidden = model.ffn_hidden_dim
+    return fused("mlp.gate_up_proj", {"feed_forward.w1": hidden, "feed_forward.w3": hidden})
+
 
 _IN_BLOCK = re.compile(r"(?:layers\.(\d+)|mtp(?:\.block)?)\.(.+)")
 _SUFFIX = re.compile(r"(.+)(\.weight|\.bias)")
@@ -180,6 +202,7 @@ class Family:
         theta: default of rope_theta.
         rotated_fraction: default of partial_rotary_factor; None: transformers does not read it and
             rotates all of a head.
+        local_theta: default of the base of rotation in local layers; None: they have no own.
         slots: like ``names``, of tensors whose places depend on the model's widths.
         assumed: values of fields in ``kept`` for a model that is read from config.json alone.
         harmless: fields of config.json that change nothing beside ``config_fields``; all families'
@@ -205,6 +228,7 @@ class Family:
     written: Callable[[ModelConfig], dict[str, Any]] | None = None
     theta: float = 10000.0
     rotated_fraction: float | None = None
+    local_theta: float | None = None
     slots: Callable[[ModelConfig], Names] | None = None
     assumed: Callable[[ModelConfig], dict[str, object]] | None = None
     trained: Mapping[str, str] = field(default_factory=dict)
@@ -309,7 +333,7 @@ _COMMON = {
 
 
 def common(
-    model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object
+    model: ModelConfig, *, head_dim: object = NEEDED, activation: str = "silu", **defaults: object
 ) -> list[ConfigField]:
     """Fields of config.json that every family has; ``defaults`` are those of fields by name."""
     heads = "num_attention_heads"
@@ -319,7 +343,7 @@ def common(
         **defaults,
     }
     fields = same_fields(model, _COMMON, **known)
-    fields.append(fixed("hidden_act", "silu"))
+    fields.append(fixed("hidden_act", activation))
     if not model.attention.is_latent:
         fields.insert(2, ConfigField("head_dim", model.head_width, "head_dim", default=head_dim))
     return fields
@@ -390,6 +414,13 @@ def both_biases(model: ModelConfig) -> None:
         rule = "checkpoints of this family have biases in all of attention's projections or in none"
         works = [str(attention.qkv_bias).lower()]
         raise ConfigError("model.attention.output_bias", attention.output_bias, rule, works)
+
+
+def own_local_rotation(model: ModelConfig) -> None:
+    """Check that local layers have a rotation of their own."""
+    if model.rope.local_theta is None:
+        rule = "checkpoints of this family have a base of rotation for local layers"
+        raise ConfigError("model.rope.local_theta", None, rule, [model.rope.theta])
 
 
 def dividing_heads(model: ModelConfig) -> None:

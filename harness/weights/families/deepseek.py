@@ -12,6 +12,7 @@ from harness.weights.families.core import (
     PER_EXPERT,
     ConfigField,
     Family,
+    Names,
     TensorSlot,
     common,
     dividing_heads,
@@ -21,9 +22,16 @@ from harness.weights.families.core import (
     undetermined,
 )
 
+MOE_NAMES: Names = (
+    {"moe.router": "mlp.gate"}
+    | projections("moe.shared_experts", "mlp.shared_experts")
+    | PER_EXPERT
+)
+BALANCE_BIAS: Names = {"moe.balance_bias": TensorSlot("mlp.gate.e_score_correction_bias")}
 _NAMES = (
     NORMS
     | DENSE
+    | MOE_NAMES
     | {
         "attention.wq": "self_attn.q_proj",
         "attention.wq_a": "self_attn.q_a_proj",
@@ -33,10 +41,7 @@ _NAMES = (
         "attention.kv_norm": "self_attn.kv_a_layernorm",
         "attention.wkv_b": "self_attn.kv_b_proj",
         "attention.wo": "self_attn.o_proj",
-        "moe.router": "mlp.gate",
     }
-    | projections("moe.shared_experts", "mlp.shared_experts")
-    | PER_EXPERT
 )
 
 
@@ -46,6 +51,8 @@ _SAME = {
     "qk_nope_head_dim": "attention.qk_nope_head_dim",
     "qk_rope_head_dim": "attention.qk_rope_head_dim",
     "v_head_dim": "attention.v_head_dim",
+}
+MIXTURE = {
     "n_routed_experts": "moe.num_experts",
     "num_experts_per_tok": "moe.top_k",
     "moe_intermediate_size": "moe.hidden_dim",
@@ -53,24 +60,32 @@ _SAME = {
     "n_group": "moe.num_groups",
     "topk_group": "moe.top_groups",
 }
-_DENSE_LAYERS = {"first_k_dense_replace": "moe.first_dense_layers"}
+DENSE_LAYERS = {"first_k_dense_replace": "moe.first_dense_layers"}
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
-    moe = model.moe
     rank = model.attention.q_lora_rank
     return [
         *common(model),
         ConfigField("q_lora_rank", rank, "attention.q_lora_rank", default=1536, nullable=True),
-        *same_fields(model, _SAME, routed_scaling_factor=1.0, n_group=1, topk_group=1),
+        *same_fields(model, _SAME),
+        *mixture_fields(model),
         fixed("attention_bias", False),
+        fixed("moe_layer_freq", 1),
+    ]
+
+
+def mixture_fields(model: ModelConfig) -> list[ConfigField]:
+    """The fields of routed and shared experts."""
+    moe = model.moe
+    return [
+        *same_fields(model, MIXTURE, routed_scaling_factor=1.0, n_group=1, topk_group=1),
         ConfigField(
             "n_shared_experts",
             moe.shared_hidden_dim // max(moe.hidden_dim, 1),
             "moe.shared_hidden_dim",
             to_ours=lambda experts, found: experts * found["moe_intermediate_size"],
         ),
-        fixed("moe_layer_freq", 1),
     ]
 
 
@@ -79,7 +94,7 @@ def _v2(model: ModelConfig) -> list[ConfigField]:
     method = "greedy" if groups == 1 else "group_limited_greedy"
     return [
         *_config_fields(model),
-        *same_fields(model, _DENSE_LAYERS, first_k_dense_replace=0),
+        *same_fields(model, DENSE_LAYERS, first_k_dense_replace=0),
         ConfigField(
             "topk_method",
             method,
@@ -96,7 +111,7 @@ def _v2(model: ModelConfig) -> list[ConfigField]:
 
 def _v3(model: ModelConfig) -> list[ConfigField]:
     names = {
-        **_DENSE_LAYERS,
+        **DENSE_LAYERS,
         "norm_topk_prob": "moe.normalize_scores",
         "rope_interleave": "rope.interleaved",
     }
@@ -130,10 +145,12 @@ def _refuse_v2(model: ModelConfig) -> None:
         )
 
 
-def _refuse_v3(model: ModelConfig) -> None:
+def refuse_unbalanced(model: ModelConfig) -> None:
+    """Check that a mixture has balancing biases, and shared experts as wide as the others."""
     _refuse_v2(model)
     if not model.moe.balance_coeff:
-        rule = "checkpoints of model.family=deepseek_v3 have balancing biases, without it there are none"
+        have = f"checkpoints of model.family={model.family} have balancing biases"
+        rule = f"{have}, without it there are none"
         raise ConfigError("model.moe.balance_coeff", model.moe.balance_coeff, rule, "0.001")
 
 
@@ -160,12 +177,12 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     harmless=_DERIVED,
-    names=_NAMES | {"moe.balance_bias": TensorSlot("mlp.gate.e_score_correction_bias")},
+    names=_NAMES | BALANCE_BIAS,
     config_fields=_v3,
     requires={"attention.kind": "mla", "moe.score": "sigmoid", "moe.group_score": "top2_sum"},
     is_mixture=True,
     kept=("moe.balance_coeff",),
-    refuse=_refuse_v3,
+    refuse=refuse_unbalanced,
     written=lambda _: {"seq_aux": True},
     trained=_TRAINED,
     assumed=lambda _: {"moe.balance_coeff": 0.001},

@@ -1,7 +1,7 @@
-"""Families with Llama's names of tensors: Llama 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3.
+"""Families with Llama's names of tensors: Llama 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3, Granite.
 
-Fields are those of transformers' models/llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe (4.56
-to 5.x).
+Fields are those of transformers' models/llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and granite
+(4.56 to 5.x).
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from harness.config.model import ModelConfig
 from harness.weights.families.core import (
     ATTENTION,
     DENSE,
+    HEAD_NORMS,
     NORMS,
     PER_EXPERT,
     ConfigField,
@@ -58,6 +59,29 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     names=_NAMES,
     config_fields=_llama,
+    refuse=both_biases,
+    unbuildable=dividing_heads,
+)
+
+
+def _granite(model: ModelConfig) -> list[ConfigField]:
+    scale = model.attention.scale or model.head_width**-0.5
+    return [
+        *_llama(model),
+        ConfigField("attention_multiplier", scale, "attention.scale", default=1.0),
+        *same_fields(
+            model, {name: name for name in _MULTIPLIERS}, **dict.fromkeys(_MULTIPLIERS, 1.0)
+        ),
+    ]
+
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+GRANITE = Family(
+    name="granite",
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    names=_NAMES,
+    config_fields=_granite,
     refuse=both_biases,
     unbuildable=dividing_heads,
 )
@@ -166,10 +190,7 @@ def _dense_at_first(layers: Any, _found: object) -> int:
     return len(layers)
 
 
-_QWEN3_NAMES = _NAMES | {
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-}
+_QWEN3_NAMES = _NAMES | HEAD_NORMS
 QWEN2 = Family(
     name="qwen2",
     model_type="qwen2",
