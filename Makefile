@@ -29,8 +29,11 @@ $(READY): pyproject.toml requirements.lock
 	$(BIN)/python -m pip check
 	@touch $@
 
-$(DEV): $(READY) requirements-dev.lock
+# What the tests and the reference need of experiments/extensions.
+PACKAGES := -e experiments/extensions/flux
+$(DEV): $(READY) requirements-dev.lock experiments/extensions/flux/pyproject.toml
 	$(BIN)/python -m pip $(LOCKED) -r requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation $(PACKAGES)
 	$(BIN)/python -m pip check
 	@touch $@
 
@@ -85,7 +88,7 @@ $(REHEARSAL)/.ready: pyproject.toml requirements.lock requirements-dev.lock
 	$(PYTHON) -m venv $(REHEARSAL)
 	$(REHEARSAL)/bin/python -m pip $(LOCKED) -r requirements.lock -r requirements-dev.lock
 	$(REHEARSAL)/bin/python -m pip install --quiet --only-binary :all: $(TORCH_CUDA)
-	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e . $(PACKAGES)
 	cuda=$$($(REHEARSAL)/bin/python -c 'from harness.tools.rehearse.build import cuda_version; print(cuda_version())') && \
 	$(REHEARSAL)/bin/python -m pip install --quiet "nvidia-cuda-crt==$$cuda.*"
 	$(REHEARSAL)/bin/python -m pip check
@@ -112,7 +115,7 @@ docs: $(DOCS)/.ready  ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 	@echo "site/index.html can be read from the disk; to search, too: python -m http.server -d site"
 
-reference: $(READY)  ## write docs/reference from the code
+reference: $(DEV)  ## write docs/reference from the code
 	$(BIN)/python docs/reference.py
 
 pictures: $(DEV)  ## draw docs/pictures

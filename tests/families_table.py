@@ -12,6 +12,7 @@ import torch
 import yaml
 from held import Held
 from omegaconf import OmegaConf
+from plugins import CONFS
 
 from harness.config.fields import from_dict, with_value
 from harness.config.model import (
@@ -33,14 +34,15 @@ from harness.model.spec import tensor_shapes
 from harness.parallelism.materialize import materialize
 from harness.weights.huggingface import write_huggingface
 
-MODELS = Path(__file__).parents[1] / "conf" / "model"
+MODELS = {file.stem: file for conf in CONFS for file in conf.glob("model/*.yaml")}
+"""Files of the models that ship, by name."""
 RELEASED_CONFIGS = yaml.safe_load((Path(__file__).parent / "released_configs.yaml").read_text())
 SEQ_LEN = 48  # longer than the windows and chunks of the rows
 
 
 def shipped(name):
-    """A model of conf/model."""
-    content = OmegaConf.to_container(OmegaConf.load(MODELS / f"{name}.yaml"))
+    """A model that ships."""
+    content = OmegaConf.to_container(OmegaConf.load(MODELS[name]))
     return set_fields(from_dict(ModelConfig, with_types(content, ModelConfig)))
 
 
@@ -53,7 +55,7 @@ def set_fields(model, **fields):
 
 
 def changed(name, **fields):
-    """A model of conf/model with other values, without the auxiliary loss, which is not compared."""
+    """A model that ships with other values, without the auxiliary loss, which is not compared."""
     return set_fields(shipped(name), moe__aux_loss_coeff=0.0, **fields)
 
 

@@ -28,6 +28,10 @@ def install(folder, name, entry_points, module=""):
 
 
 EXTENSIONS = Path(__file__).parents[1] / "experiments" / "extensions"
+FLUX = EXTENSIONS / "flux"
+"""The package harness-flux, which make dev installs."""
+CONFS = (Path(__file__).parents[1] / "conf", FLUX / "harness_flux" / "conf")
+"""The folders of configurations that ship: the harness's, and those of packages that make dev installs."""
 
 
 def add_extensions(patch):

@@ -1,4 +1,4 @@
-"""Every file that ships under conf/, experiments/ and sweeps/ composes, validates and builds."""
+"""Every file that ships in conf/, Flux's conf/, experiments/ and sweeps/ composes, validates and builds."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from declared import JOBS
 from omegaconf import OmegaConf
+from plugins import CONFS
 
 from harness.compose.composer import Composer, compose_job
 from harness.config.job import Job
@@ -20,13 +21,19 @@ CONF = ROOT / "conf"
 PACKAGE = "# @package _global_"
 
 
+def files_of(group):
+    """Files of a group by option; for experiment and sweep only those with the required first line."""
+    files = {}
+    for conf in CONFS:
+        folder = conf / group
+        for file in sorted(folder.rglob("*.yaml")):
+            if group not in ("experiment", "sweep") or is_global(file):
+                files[str(file.relative_to(folder).with_suffix(""))] = file
+    return files
+
+
 def options(group):
-    """Options of a group; for experiment and sweep only files with the required first line."""
-    folder = CONF / group
-    files = [
-        f for f in folder.rglob("*.yaml") if group not in ("experiment", "sweep") or is_global(f)
-    ]
-    return sorted(str(f.relative_to(folder).with_suffix("")) for f in files)
+    return sorted(files_of(group))
 
 
 def is_global(file):
@@ -105,15 +112,12 @@ def test_experiments_and_sweeps_are_the_folders_at_the_top():
     )
 
 
-GLOBAL = [
-    CONF / group / f"{option}.yaml"
-    for group in ("experiment", "sweep")
-    for option in options(group)
-]
+GLOBAL = [*files_of("experiment").values(), *files_of("sweep").values()]
+ALL = [file for conf in CONFS for file in conf.rglob("*.yaml")]
 
 
 @pytest.mark.parametrize(
-    "file", [*CONF.rglob("*.yaml"), *GLOBAL], ids=lambda file: str(file.relative_to(CONF))
+    "file", [*ALL, *GLOBAL], ids=lambda file: str(file.absolute().relative_to(ROOT))
 )
 def test_a_file_starts_with_a_comment(file):
     """The first line, or the second after Hydra's ``@package`` line, is a comment."""
@@ -123,7 +127,7 @@ def test_a_file_starts_with_a_comment(file):
 
 
 def test_primary_configs_are_known():
-    assert {f.stem for f in CONF.glob("*.yaml")} == {*JOBS}
+    assert {file.stem for conf in CONFS for file in conf.glob("*.yaml")} == {*JOBS}
     assert compose_job([], config_name="download", schema=DownloadJob) == DownloadJob()
 
 
@@ -195,8 +199,8 @@ def test_parity_matrix():
 
 def test_models_hold_only_fields_of_the_model():
     """A file without one of these fields would silently use a default."""
-    for option in options("model"):
-        values = OmegaConf.load(CONF / "model" / f"{option}.yaml")
+    for option, file in files_of("model").items():
+        values = OmegaConf.load(file)
         keys = set(values)
         required = "name vocab_size dim n_layers n_heads n_kv_heads ffn_hidden_dim rope max_seq_len norm_eps"
         assert {*required.split(), "tied_embeddings"} <= keys, option

@@ -68,7 +68,7 @@ def extras(tmp_path_factory):
     (packages / "parent.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(interpreter), "install", "--quiet"]
     offline = ["--no-deps", "--no-index", "--no-build-isolation"]
-    folders = [str(home / "package"), str(home / "extensions")]
+    folders = [str(home / name) for name in ("package", "extensions", "extensions/flux")]
     done = subprocess.run([*pip, *offline, *folders], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return Installed(interpreter, home)

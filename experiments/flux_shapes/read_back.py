@@ -24,9 +24,9 @@ import torch
 from PIL import Image
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.pictures.shapes import DrawnShapes, captions
-from harness.contrib.flux.sampling import write_sheet
 from harness.tools.inference.generate import GenerateJob, generate
+from harness_flux.pictures.shapes import DrawnShapes, captions
+from harness_flux.sampling import write_sheet
 
 HERE = Path(__file__).parent
 HUES = {"red": 0.0, "yellow": 0.13, "green": 0.38, "blue": 0.64, "magenta": 0.85}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from declared import VERBS
+from plugins import FLUX
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import VERBS as TABLE
@@ -36,8 +37,9 @@ def run(monkeypatch, capfd, *arguments):
 
 
 def test_every_verb_is_in_the_table():
-    harness = Path(__file__).parents[2] / "harness"
-    declaring = [path for path in harness.rglob("*.py") if "\nVERB = Verb(" in path.read_text()]
+    folders = (Path(__file__).parents[2] / "harness", FLUX / "harness_flux")
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    declaring = [path for path in files if "\nVERB = Verb(" in path.read_text()]
     assert len(declaring) == len(list(TABLE)) >= 15
     assert all(TABLE[name].name == name for name in TABLE)
     assert {name: TABLE[name] for name in VERBS} == VERBS

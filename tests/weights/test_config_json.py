@@ -22,9 +22,9 @@ from harness.weights.hf_tensors import check_hf_tensors, hf_shapes
 transformers = pytest.importorskip("transformers")
 
 RELEASED = sorted(
-    file.stem
-    for file in MODELS.glob("*.yaml")
-    if file.stem != "llama3_tiny" and not FAMILIES[shipped(file.stem).family].is_diffusers
+    name
+    for name in MODELS
+    if name != "llama3_tiny" and not FAMILIES[shipped(name).family].is_diffusers
 )
 LLAMA = RELEASED_CONFIGS["llama3_8b"]
 SCALING = LLAMA["rope_scaling"]

@@ -155,12 +155,7 @@ def saved_by_autograd(job, layer):
     return sum(saved.values())
 
 
-# Only files of other models than decoders name their architecture; those of Flux are rehearsed.
-DEBUG = sorted(
-    file.stem
-    for file in (ROOT / "conf" / "model").glob("*_debug.yaml")
-    if "\narchitecture:" not in file.read_text()
-)
+DEBUG = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*_debug.yaml"))
 
 
 # Several chunks of Gated DeltaNet.

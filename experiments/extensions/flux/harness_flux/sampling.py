@@ -17,22 +17,22 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.contrib.flux.config import PATCH, FlowConfig, SamplingConfig, flow_of, flux_of
-from harness.contrib.flux.model import Flux, pack, unpack
-from harness.contrib.flux.objective import normals, shift_of
-from harness.contrib.flux.pictures.config import pictures_of
-from harness.contrib.flux.pictures.encoders import (
+from harness.parallelism.fsdp import reshard
+from harness.parallelism.mesh import Mesh
+from harness.util.errors import ConfigError
+from harness.util.files import write_atomically
+from harness.weights.detect import WeightFolder
+from harness_flux.config import PATCH, FlowConfig, SamplingConfig, flow_of, flux_of
+from harness_flux.model import Flux, pack, unpack
+from harness_flux.objective import normals, shift_of
+from harness_flux.pictures.config import pictures_of
+from harness_flux.pictures.encoders import (
     Autoencoder,
     Embeddings,
     as_bytes,
     build_autoencoder,
     build_text_encoder,
 )
-from harness.parallelism.fsdp import reshard
-from harness.parallelism.mesh import Mesh
-from harness.util.errors import ConfigError
-from harness.util.files import write_atomically
-from harness.weights.detect import WeightFolder
 
 NOISE = "sampled picture"
 """The purpose of the noise from which pictures are sampled (``objective.normals``)."""

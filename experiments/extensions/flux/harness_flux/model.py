@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.config.model import AttentionSpan, ModelConfig
-from harness.contrib.flux.config import PATCH, flux_of
 from harness.model.kernels import AttentionSpec, SdpaKernel
 from harness.model.part import ModelPart
 from harness.model.rope import rotate, signed_table
+from harness_flux.config import PATCH, flux_of
 
 # B: batch, T: sequence (of this rank, when it is split), L: its text tokens, I: its image tokens,
 # C: residual width, H: heads, D: head width, P: values of an image token

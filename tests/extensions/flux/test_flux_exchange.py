@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
-from harness.contrib.flux.config import flux_of
-from harness.contrib.flux.model import Flux, pack, unpack
 from harness.model.accounting import account
 from harness.model.spec import tensor_shapes
 from harness.util.errors import UserError
 from harness.weights.config_json import model_from_config
 from harness.weights.detect import find_source, open_source
 from harness.weights.huggingface import HuggingFaceSource, write_huggingface
+from harness_flux.config import flux_of
+from harness_flux.model import Flux, pack, unpack
 
 diffusers = pytest.importorskip("diffusers")
 SMALL = tuple(

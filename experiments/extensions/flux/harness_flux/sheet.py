@@ -4,15 +4,15 @@ from collections import ChainMap
 
 import numpy as np
 
-from harness.contrib.flux.config import SamplingConfig, flow_of, flux_of, sheet_of
-from harness.contrib.flux.model import Flux
-from harness.contrib.flux.objective import ImageBatch, normals
-from harness.contrib.flux.pictures.config import pictures_of
-from harness.contrib.flux.pictures.encoders import Embeddings, as_bytes, build_autoencoder
-from harness.contrib.flux.pictures.loader import PictureLoader
-from harness.contrib.flux.sampling import NOISE, sample_latents, write_sheet
 from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
+from harness_flux.config import SamplingConfig, flow_of, flux_of, sheet_of
+from harness_flux.model import Flux
+from harness_flux.objective import ImageBatch, normals
+from harness_flux.pictures.config import pictures_of
+from harness_flux.pictures.encoders import Embeddings, as_bytes, build_autoencoder
+from harness_flux.pictures.loader import PictureLoader
+from harness_flux.sampling import NOISE, sample_latents, write_sheet
 
 
 class SampleSheet(Periodic):

@@ -6,21 +6,21 @@ from one_line import one_line
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.config import FlowConfig, flux_of
-from harness.contrib.flux.model import Flux, unpack
-from harness.contrib.flux.objective import (
-    FlowLoss,
-    ImageBatch,
-    shift_of,
-    training_flow,
-    validation_flow,
-)
 from harness.model.architecture import architecture_of
 from harness.tools.plan.make import make_plan
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group
 from harness.util.errors import DataError
+from harness_flux.config import FlowConfig, flux_of
+from harness_flux.model import Flux, unpack
+from harness_flux.objective import (
+    FlowLoss,
+    ImageBatch,
+    shift_of,
+    training_flow,
+    validation_flow,
+)
 
 FIXED = FlowConfig(base_shift=0.0, max_shift=0.0)
 

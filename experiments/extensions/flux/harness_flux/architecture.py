@@ -7,16 +7,16 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.contrib.flux.config import FluxConfig, flux_of
 from harness.model.accounting import Accounting
 from harness.model.architecture import Architecture, changed
 from harness.model.spec import ONES, ZEROS, Init, ModuleSpec, Split, TensorSpec, linear, tensors
 from harness.util.errors import ConfigError, divisors
+from harness_flux.config import FluxConfig, flux_of
 
 if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.config.model import ModelConfig
-    from harness.contrib.flux.model import Flux
+    from harness_flux.model import Flux
 
 _DECODERS = (
     "activation",
@@ -179,7 +179,7 @@ class FluxArchitecture(Architecture):
         return is_double(model, layer)
 
     def build_part(self, job: Job, modules: Collection[str] | None) -> Flux:
-        from harness.contrib.flux.model import Flux
+        from harness_flux.model import Flux
 
         return Flux(job.model, job.training.seq_len)
 

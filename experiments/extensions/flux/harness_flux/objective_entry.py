@@ -8,7 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.config.data_kinds import DATA_KINDS
-from harness.contrib.flux.config import (
+from harness.metrics.columns import Metric
+from harness.train.objective import Objective
+from harness.util.errors import ConfigError, divisors
+from harness_flux.config import (
     PATCH,
     PIXELS,
     FlowConfig,
@@ -17,9 +20,6 @@ from harness.contrib.flux.config import (
     flux_of,
     sheet_of,
 )
-from harness.metrics.columns import Metric
-from harness.train.objective import Objective
-from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.config.model import ModelConfig
     from harness.config.training import TrainingConfig
-    from harness.contrib.flux.objective import FlowExecutor, FlowLoss
     from harness.data.loader import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.mesh import Mesh
+    from harness_flux.objective import FlowExecutor, FlowLoss
 
 
 class FlowMatching(Objective):
@@ -112,20 +112,20 @@ class FlowMatching(Objective):
         return ["samples"] if job.validation.interval and sheet_of(job).pictures else []
 
     def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> FlowLoss:
-        from harness.contrib.flux.objective import FlowLoss
+        from harness_flux.objective import FlowLoss
 
         return FlowLoss()
 
     def build_executor(
         self, job: Job, mesh: Mesh, parts: Sequence[Any], loss: FlowLoss, device: torch.device
     ) -> FlowExecutor:
-        from harness.contrib.flux.objective import FlowExecutor
+        from harness_flux.objective import FlowExecutor
 
         return FlowExecutor(job, parts[0], loss)
 
     def build_loader(
         self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any
     ) -> Loader:
-        from harness.contrib.flux.pictures.loader import build_loader
+        from harness_flux.pictures.loader import build_loader
 
         return build_loader(job, rows, split, **process)

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from harness.config.data import DataConfig
-from harness.contrib.flux.pictures.config import PATCHES, WORDS, PictureOptions, folders
 from harness.data.documents import describe
 from harness.data.samples import random_stream
 from harness.util.encoding import json_digest
 from harness.util.errors import ConfigError
+from harness_flux.pictures.config import PATCHES, WORDS, PictureOptions, folders
 
 # Latents are shifted and scaled for the model: `(latent - shift) * scale`, with the autoencoder's
 # numbers. B is the number of pictures, L of a caption's tokens.

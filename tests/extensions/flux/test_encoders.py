@@ -12,8 +12,9 @@ from one_line import one_line
 from tiny_flux import LENGTH, POOLED, WIDTH, save_encoders
 
 from harness.config.data import DataConfig
-from harness.contrib.flux.pictures.config import PictureOptions
-from harness.contrib.flux.pictures.encoders import (
+from harness.util.errors import ConfigError
+from harness_flux.pictures.config import PictureOptions
+from harness_flux.pictures.encoders import (
     Patches,
     Words,
     as_bytes,
@@ -22,7 +23,6 @@ from harness.contrib.flux.pictures.encoders import (
     build_text_encoder,
     fingerprint_of,
 )
-from harness.util.errors import ConfigError
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from harness.compose.generator import Generator, Request
 from harness.compose.verb import Result
 from harness.config.fields import with_value
 from harness.config.parallelism import degrees_in_words
-from harness.contrib.flux.config import SamplingConfig
 from harness.util.errors import EXIT_OK
 from harness.util.words import plural
+from harness_flux.config import SamplingConfig
 
 ENCODERS = ("autoencoder", "patch", "text", "t5", "clip", "text_length", "width", "dtype")
 """The options of data that say how pictures and captions are encoded."""
@@ -45,7 +45,7 @@ class Pictures(Generator):
                 job = with_value(job, option, trained[name])
         output = Path(job.generate.options["output"])
         output.mkdir(parents=True, exist_ok=True)
-        outcome = request.run(job, "harness.contrib.flux.sampling:generate", found, prompts)
+        outcome = request.run(job, "harness_flux.sampling:generate", found, prompts)
         if outcome is None:
             return EXIT_OK
         size = outcome["size"]

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from harness.config.model import ModelConfig
-from harness.contrib.flux.architecture import is_double, rows_of
-from harness.contrib.flux.config import flux_of
 from harness.model.spec import TensorSpec, block_tensors
 from harness.tools.plan.activations import (
     INNER,
@@ -26,10 +24,12 @@ from harness.tools.plan.activations import (
     norm_activations,
 )
 from harness.tools.plan.costs import AttentionCost, Costs, Operations
+from harness_flux.architecture import is_double, rows_of
+from harness_flux.config import flux_of
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.contrib.flux.objective import ImageBatch
+    from harness_flux.objective import ImageBatch
 
 # Linears of a double-stream block in the order of computation, which is not that of its modules.
 _DOUBLE_PRODUCTS = (
@@ -153,7 +153,7 @@ class FluxCosts(Costs):
     def fake_batch(self, job: Job, rows: int) -> ImageBatch:
         import torch
 
-        from harness.contrib.flux.objective import ImageBatch
+        from harness_flux.objective import ImageBatch
 
         flux = flux_of(job.model)
         latents = torch.zeros(rows, *flux.latents_shape(job.training.seq_len))

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.config.data import DataConfig
-from harness.contrib.flux.pictures.config import pictures_of
-from harness.contrib.flux.pictures.shapes import DrawnShapes
 from harness.data.documents import (
     describe,
     file_stats,
@@ -32,6 +30,8 @@ from harness.util.encoding import json_digest, parse_object
 from harness.util.errors import DataError
 from harness.util.files import write_atomically
 from harness.util.store import Damaged, check_files, describe_files, only_builder
+from harness_flux.pictures.config import pictures_of
+from harness_flux.pictures.shapes import DrawnShapes
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Extensions of pictures."""

@@ -32,16 +32,6 @@ from torch import Tensor
 from harness.config.fields import from_dict
 from harness.config.job import Job
 from harness.config.training import Sizes
-from harness.contrib.flux.config import flow_of, flux_of
-from harness.contrib.flux.objective import ImageBatch
-from harness.contrib.flux.pictures.config import PictureOptions, pictures_of
-from harness.contrib.flux.pictures.encoders import (
-    as_floats,
-    build_autoencoder,
-    build_text_encoder,
-)
-from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.data.loader import Cursor, Loader
 from harness.data.samples import EpochOrder, random_stream
 from harness.data.shards import MANIFEST, load_manifest
@@ -51,6 +41,16 @@ from harness.util.errors import ConfigError, DataError
 from harness.util.files import is_file_name
 from harness.util.processes import cpus
 from harness.util.store import file_digest
+from harness_flux.config import flow_of, flux_of
+from harness_flux.objective import ImageBatch
+from harness_flux.pictures.config import PictureOptions, pictures_of
+from harness_flux.pictures.encoders import (
+    as_floats,
+    build_autoencoder,
+    build_text_encoder,
+)
+from harness_flux.pictures.shapes import DrawnShapes
+from harness_flux.pictures.sources import RawSamples, open_pictures
 
 EMPTY = "empty.safetensors"
 MOST_THREADS = 8

@@ -11,9 +11,9 @@ from one_line import one_line
 from PIL import Image
 
 from harness.config.data import DataConfig
-from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.contrib.flux.pictures.sources import decode, open_pictures
 from harness.util.errors import DataError
+from harness_flux.pictures.shapes import DrawnShapes
+from harness_flux.pictures.sources import decode, open_pictures
 
 NUMBER = 12
 

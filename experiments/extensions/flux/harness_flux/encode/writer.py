@@ -1,7 +1,7 @@
 """Write encoded pictures: for each unit of consecutive pictures a file of tensors, and one of captions.
 
 The files do not depend on the number of processes and shards. They are described in
-``harness/contrib/flux/pictures/loader.py``.
+``pictures/loader.py``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,6 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from harness.contrib.flux.pictures.config import pictures_of
-from harness.contrib.flux.pictures.encoders import (
-    as_floats,
-    build_autoencoder,
-    build_text_encoder,
-    fingerprint_of,
-)
-from harness.contrib.flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest
-from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
 from harness.data.workers import Workers
 from harness.metrics.console import progress
@@ -37,9 +27,19 @@ from harness.util.encoding import json_digest
 from harness.util.files import write_atomically
 from harness.util.processes import cpus
 from harness.util.store import file_digest
+from harness_flux.pictures.config import pictures_of
+from harness_flux.pictures.encoders import (
+    as_floats,
+    build_autoencoder,
+    build_text_encoder,
+    fingerprint_of,
+)
+from harness_flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest
+from harness_flux.pictures.shapes import DrawnShapes
+from harness_flux.pictures.sources import RawSamples, open_pictures
 
 if TYPE_CHECKING:
-    from harness.contrib.flux.encode.verb import EncodeJob
+    from harness_flux.encode.verb import EncodeJob
 
 _SECONDS_BETWEEN_LINES = 10.0
 

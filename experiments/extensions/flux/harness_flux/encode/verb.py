@@ -7,10 +7,10 @@ from harness.compose.verb import Result, Verb
 from harness.config.data import DataConfig
 from harness.config.fields import label, part
 from harness.config.job import Job
-from harness.contrib.flux.pictures.config import pictures_of
 from harness.data.shards import write_here
 from harness.train.process import importing_torch, openmp_environment
 from harness.util.errors import ConfigError
+from harness_flux.pictures.config import pictures_of
 
 HELP = """`harness encode`: encode pictures with captions, which training reads with `data=latents`.
 
@@ -75,8 +75,8 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     job.encode.validate(job.data)
     os.environ.update(openmp_environment(job))
     with importing_torch():
-        from harness.contrib.flux.encode.writer import LatentWriter
-        from harness.contrib.flux.pictures.loader import read_manifest
+        from harness_flux.encode.writer import LatentWriter
+        from harness_flux.pictures.loader import read_manifest
     writer = LatentWriter(job)
     seconds = 0.0
     if not writer.is_complete:
@@ -84,7 +84,7 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
         if job.cluster.kind == "slurm":
             from harness.launch.shards import submit
 
-            return submit(job, writer, "harness.contrib.flux.encode.task", job.encode.workers or 1)
+            return submit(job, writer, "harness_flux.encode.task", job.encode.workers or 1)
         seconds = write_here(writer, job.encode.workers)
     manifest = read_manifest(writer.target)
     if manifest.key != writer.key:

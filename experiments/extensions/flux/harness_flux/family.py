@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.model import ModelConfig
-from harness.contrib.flux.config import PATCH, flux_of
 from harness.model.spec import tensor_shapes
 from harness.util.errors import ConfigError
 from harness.weights.families.core import ConfigField, Family, Names, TensorMapping, TensorSlot
+from harness_flux.config import PATCH, flux_of
 
 MLP_RATIO = 4
 NORM_EPS = 1e-6

@@ -13,15 +13,15 @@ from read_back import judge
 from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.pictures.encoders import Patches
-from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.contrib.flux.sampling import trained_size, write_sheet
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.tools.inference.generate import GenerateJob, generate
 from harness.train.rank import run_rank
 from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder
+from harness_flux.pictures.encoders import Patches
+from harness_flux.pictures.shapes import DrawnShapes
+from harness_flux.sampling import trained_size, write_sheet
 
 TINY = tuple(
     words("""

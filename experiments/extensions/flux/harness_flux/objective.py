@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.contrib.flux.config import FlowConfig, flow_of
-from harness.contrib.flux.model import Flux, pack
 from harness.model.spec import Init
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import Loss
 from harness.parallelism.materialize import draw
 from harness.util.annotation import annotated
 from harness.util.errors import DataError
+from harness_flux.config import FlowConfig, flow_of
+from harness_flux.model import Flux, pack
 
 # B is the number of a rank's rows, L the tokens of a caption; C, H and W are those of latents.
 

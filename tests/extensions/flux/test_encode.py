@@ -11,20 +11,20 @@ from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
 from harness.config.training import Sizes
-from harness.contrib.flux.encode.verb import EncodeJob, encode
-from harness.contrib.flux.encode.writer import LatentWriter
-from harness.contrib.flux.pictures.config import pictures_of
-from harness.contrib.flux.pictures.encoders import build_text_encoder
-from harness.contrib.flux.pictures.loader import (
+from harness.data.loader import Cursor
+from harness.data.samples import EpochOrder
+from harness.util.errors import ConfigError, DataError
+from harness_flux.encode.verb import EncodeJob, encode
+from harness_flux.encode.writer import LatentWriter
+from harness_flux.pictures.config import pictures_of
+from harness_flux.pictures.encoders import build_text_encoder
+from harness_flux.pictures.loader import (
     EncodingLoader,
     LatentSamples,
     PictureLoader,
     check_files,
 )
-from harness.contrib.flux.pictures.sources import open_pictures
-from harness.data.loader import Cursor
-from harness.data.samples import EpochOrder
-from harness.util.errors import ConfigError, DataError
+from harness_flux.pictures.sources import open_pictures
 
 CPU = torch.device("cpu")
 SHAPES = (

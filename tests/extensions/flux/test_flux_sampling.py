@@ -10,12 +10,12 @@ from tiny_flux import SMALL
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.contrib.flux.config import FlowConfig, SamplingConfig, flow_of
-from harness.contrib.flux.objective import normals
-from harness.contrib.flux.pictures.encoders import Embeddings
-from harness.contrib.flux.sampling import NOISE as PURPOSE
-from harness.contrib.flux.sampling import sample_latents
 from harness.train.engine import Engine
+from harness_flux.config import FlowConfig, SamplingConfig, flow_of
+from harness_flux.objective import normals
+from harness_flux.pictures.encoders import Embeddings
+from harness_flux.sampling import NOISE as PURPOSE
+from harness_flux.sampling import sample_latents
 
 diffusers = pytest.importorskip("diffusers")
 NOISE = (2, 4, 8, 8)
