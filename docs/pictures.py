@@ -249,7 +249,7 @@ def floors(palette: Palette) -> Figure:
         size=9,
     )
     c.box(3, 60, 63, 6.3, "purple", tools, "plan  rehearse  parity  report  study  inference ...")
-    c.box(68, 60, 29, 6.3, "purple", contrib, "flux  formats")
+    c.box(68, 60, 29, 6.3, "purple", contrib, "formats")
     c.box(1, 1, 98, 56, "plain")
     c.text(3, 54.8, "The core: trains. A room imports the rooms below it", ha="left", size=9)
     for place, room in enumerate((util, config)):

@@ -1,8 +1,9 @@
 """Write docs/reference and tables of docs/coming_from.md from the code: ``docs/reference.py [FOLDER]``.
 
-Fields and their documentation are read from the dataclasses, options from conf/, flags from the declared
-verbs, columns (``harness/metrics/columns.py``), failure classes from ``harness/config/failures.py``, names of
-other tools from ``harness/config/elsewhere.txt``. Imports no torch.
+Fields and their documentation are read from the dataclasses, options from conf/ and from the package of
+Flux, which is installed too, flags from the declared verbs, columns (``harness/metrics/columns.py``), failure
+classes from ``harness/config/failures.py``, names of other tools from ``harness/config/elsewhere.txt``.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from harness.util import errors
 from harness.util.errors import as_typed
 
 ROOT = Path(__file__).resolve().parent.parent
+FLUX = ROOT / "experiments" / "extensions" / "flux" / "harness_flux" / "conf"
+OF_FLUX = "Models, data and the verb `encode` of [Flux](../howto/flux.md) are here; they need its package."
 WRITTEN = "<!-- Written by docs/reference.py. Change the code, then run make reference. -->\n"
 EXIT_CODES = {
     "EXIT_OK": "Done.",
@@ -146,6 +149,7 @@ def fields_page() -> str:
         "Set a field as `field=value` on the command line. *Default* is the value when nothing is typed\n"
         "(`conf/train.yaml`). *Role* says what a change does: `numerics` fields change the numbers that are\n"
         "computed, `execution` fields only how, `label` fields neither ([concepts](../concepts.md)).\n"
+        f"{OF_FLUX}\n"
     )
     for group, rows in field_rows(Job, composed_values("train", Job)).items():
         text += f"\n## {group or 'Top level'}\n\n{table(FIELD_HEADER, rows)}"
@@ -177,17 +181,20 @@ def options_page() -> str:
     text = (
         "# Options of groups\n\nChoose an option as `group=option`; it sets the fields listed here,\n"
         "which are named without their group. Fields typed on the command line win over options.\n"
+        f"{OF_FLUX}\n"
     )
-    for folder in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
-        if folder.name in ("experiment", "sweep"):
+    conf = ROOT / "conf"
+    for group in sorted(path.name for path in conf.iterdir() if path.is_dir()):
+        if group in ("experiment", "sweep"):
             continue
         rows = []
-        for file in sorted(folder.glob("*.yaml")):
+        files = [file for folder in (conf, FLUX) for file in (folder / group).glob("*.yaml")]
+        for file in sorted(files, key=lambda file: file.stem):
             content = yaml.safe_load(file.read_text()) or {}
             bases = [each for each in content.pop("defaults", []) if each != "_self_"]
             sets = " ".join([*(f"(as {each})" for each in bases), *flat(content)])
             rows.append([f"`{file.stem}`", plain(leading_comment(file.read_text())), sets])
-        text += f"\n## {folder.name}\n\n{table(('option', 'meaning', 'sets'), rows)}"
+        text += f"\n## {group}\n\n{table(('option', 'meaning', 'sets'), rows)}"
     return text
 
 
@@ -213,7 +220,8 @@ def verbs_page() -> str:
     text = (
         "# Verbs\n\nA verb is `harness NAME`; `python -m harness NAME` is the same. Verbs that take a\n"
         "job take all of its [fields](fields.md) and [options](options.md). Every verb has `--help` and\n"
-        "`--version`. With `--json`, standard output is one JSON object; progress goes to standard error.\n\n"
+        "`--version`. With `--json`, standard output is one JSON object; progress goes to standard error.\n"
+        f"{OF_FLUX}\n\n"
         "## Exit codes\n\n"
         + table(
             ("code", "meaning"),

@@ -15,6 +15,9 @@ HELP = """`harness VERB`: run a verb of the harness, or of a package that extend
 `python -m harness` is the same command.
 """
 
+ADDED = {"encode": "./experiments/extensions/flux"}
+"""Verbs that packages of this repository add, and what pip installs each with."""
+
 
 def main() -> NoReturn:
     """Run the verb that the first argument names, and exit."""
@@ -34,6 +37,8 @@ def main() -> NoReturn:
 
 def _verb(name: str) -> Verb:
     if name not in VERBS:
+        if name in ADDED:
+            raise UserError(f"{name}: no such verb; would work: pip install {ADDED[name]}")
         close = difflib.get_close_matches(name, list(VERBS), n=1)
         works = f"did you mean {close[0]}?" if close else f"would work: {', '.join(VERBS)}"
         raise UserError(f"{name}: no such verb; {works}")

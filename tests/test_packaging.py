@@ -57,14 +57,13 @@ def unpacked(tmp_path_factory):
     return folder / "site"
 
 
-def run(unpacked, cwd, code):
+def run(unpacked, cwd, code, *arguments):
     """Runs Python where only the unpacked wheel is to be found, not the checkout."""
     finder = (
-        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in "
-        "repr(f).lower()]; "
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'harness_lm' not in repr(f)]; "
     )
     return subprocess.run(
-        [sys.executable, "-c", finder + code],
+        [sys.executable, "-c", finder + code, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(unpacked)},
         capture_output=True,
@@ -107,6 +106,42 @@ def test_own_configurations_beside_the_wheel(unpacked, tmp_path):
     assert (done.stdout, done.stderr) == ("[6, 6]\n", "")
 
 
+WITHOUT_FLUX = """
+import sys
+from importlib import metadata
+found = metadata.entry_points
+metadata.entry_points = lambda **kind: [e for e in found(**kind) if e.dist.name != "harness-flux"]
+from harness.compose.composer import compose_points, compose_job
+from harness.util.errors import UserError
+points = compose_points([f"model={sys.argv[1]}", "tokenizer=none", "data=synthetic"])
+print(len(points), *{point.job.model.architecture for point in points})
+for typed in sys.argv[2:]:
+    try:
+        compose_job([typed])
+    except UserError as error:
+        print(error)
+sys.argv = ["harness", "encode"]
+from harness.__main__ import main
+main()
+"""
+
+
+def test_without_flux_all_decoders_compose_and_its_names_say_what_to_install(unpacked, tmp_path):
+    models = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+    typed = ["model=flux_dev", "data=pictures", "experiment=flux_debug"]
+    done = run(unpacked, tmp_path, WITHOUT_FLUX, ",".join(models), *typed)
+    assert len(models) > 35
+    install = "pip install ./experiments/extensions/flux"
+    rule = "no such name here; would work:"
+    line = 'experiment/flux_debug.yaml, "- override /data: drawn_shapes"'
+    assert done.stdout.splitlines() == [
+        f"{len(models)} decoder",
+        *(f"{name}: {rule} {name} (after {install})" for name in typed[:2]),
+        f"{line}: {rule} data=drawn_shapes (after {install})",
+    ]
+    assert done.stderr == f"error: encode: no such verb; would work: {install}\n"
+
+
 def test_console_script_composes_from_anywhere(unpacked, tmp_path):
     entries = next(unpacked.glob("*.dist-info/entry_points.txt")).read_text().splitlines()
     assert "harness = harness.__main__:main" in entries
@@ -127,15 +162,13 @@ def test_an_install_is_small():
 
 @pytest.mark.parametrize("package", EXTRAS)
 def test_an_optional_package_that_is_missing_names_its_extra(monkeypatch, package, capsys):
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert any(
-        re.match(rf"{DISTRIBUTIONS.get(package, package)}\b", each)
-        for each in declared[EXTRAS[package]]
-    )
+    folder, _, extra = EXTRAS[package].partition("[")
+    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {})
+    declared = extras[extra.rstrip("]")] if extra else project["dependencies"]
+    assert any(re.match(rf"{DISTRIBUTIONS.get(package, package)}\b", each) for each in declared)
     monkeypatch.setitem(sys.modules, package, None)
     assert guarded(lambda: bool(importlib.import_module(package))) == 2
     assert capsys.readouterr().err == (
-        f"error: the package {package} is not installed; would work: pip install -e '.[{EXTRAS[package]}]'\n"
+        f"error: the package {package} is not installed; would work: pip install -e '{EXTRAS[package]}'\n"
     )

@@ -86,9 +86,11 @@ def _check(override: Override, schema: type) -> None:
 def options_of(group: str) -> list[str]:
     options = set()
     for folder in groups()[group]:
-        options |= {
-            str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")
-        }
+        for path in folder.rglob("*.yaml"):
+            option = path.relative_to(folder).with_suffix("")
+            # Packages in experiments/extensions have configurations of their own.
+            if "conf" not in option.parts:
+                options.add(str(option))
     return sorted(options)
 
 

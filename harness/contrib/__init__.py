@@ -1,1 +1,1 @@
-"""What an outside package could have added, registered by entry points alone: Flux, foreign files."""
+"""What an outside package could have added, registered by entry points alone: foreign files."""

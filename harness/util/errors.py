@@ -26,16 +26,16 @@ MOST_VALUES = 40
 """Values that a message lists after "would work"."""
 
 EXTRAS = {
-    "matplotlib": "report",
-    "scipy": "report",
-    "tensorboard": "tensorboard",
-    "optuna": "optuna",
-    "lm_eval": "eval",
-    "PIL": "diffusion",
-    "diffusers": "diffusion",
-    "transformers": "chat",
+    "matplotlib": ".[report]",
+    "scipy": ".[report]",
+    "tensorboard": ".[tensorboard]",
+    "optuna": ".[optuna]",
+    "lm_eval": ".[eval]",
+    "PIL": "./experiments/extensions/flux",
+    "diffusers": "./experiments/extensions/flux",
+    "transformers": ".[chat]",
 }
-"""Optional packages, and the extra of pyproject.toml that installs each."""
+"""Optional packages, and what pip installs each with: an extra, or a package of this repository."""
 
 # Exit codes of a run that stopped on request: with its state saved, or without.
 STOPPED = (EXIT_RESUMABLE, EXIT_INTERRUPTED)
@@ -87,7 +87,7 @@ def missing_package(error: BaseException) -> UserError | None:
     if name not in EXTRAS:
         return None
     return UserError(
-        f"the package {name} is not installed; would work: pip install -e '.[{EXTRAS[name]}]'"
+        f"the package {name} is not installed; would work: pip install -e '{EXTRAS[name]}'"
     )
 
 
