@@ -243,8 +243,9 @@ def test_without_the_package_a_job_is_refused_and_a_run_can_be_read(trained):
     rule = "no installed package adds this name (entry points of group harness.block)"
     with one_line(ConfigError, re.escape(f"model.block=relu2: {rule}; would work: pre_norm, or ")):
         tensor_shapes(job.model)
-    done = python("-m", "harness", "runs", str(trained))
-    assert done.returncode == 0 and "completed" in done.stdout
+    for verb in ("runs", "report"):
+        done = python("-m", "harness", verb, str(trained))
+        assert done.returncode == 0 and "completed" in done.stdout
 
 
 def test_a_package_without_its_configurations_is_named(tmp_path, monkeypatch):

@@ -246,7 +246,7 @@ def _entry(table: Registry[type[T]], name: str) -> T:
         found = table[name]
     except MissingPackageError as error:
         rule = "memory and time are unknown: its costs are not declared"
-        raise UserError(f"{error.field}={error.value}: {rule}; would work: {works}") from None
+        raise MissingPackageError(error.field, error.value, rule, works) from None
     if left_out := sorted(getattr(found, "__abstractmethods__", ())):
         rule = f"memory and time are unknown: {found.__name__} leaves out {', '.join(left_out)}"
         raise UserError(f"{table.field}={name}: {rule}; would work: {works}")
