@@ -16,6 +16,7 @@ from harness.config.parallelism import ParallelismConfig
 from harness.data import batch
 from harness.data.batch import IGNORE_INDEX, count_valid
 from harness.launch.pool import RankPool
+from harness.model import delta
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts, Router
 from harness.optimizer import qk_clip
@@ -31,6 +32,7 @@ from harness.parallelism import (
     tensor_styles,
 )
 from harness.parallelism.balance import Balance
+from harness.parallelism.delta import FragmentedDelta
 from harness.train import engine, probe, tensor_norms, watch
 from harness.train.engine import Engine
 
@@ -285,6 +287,45 @@ def gathered_in_order_of_ranks():
     return patch.object(context, "in_order", in_order)
 
 
+def nothing_before_fragments():
+    """Convolutions of a fragment begin with zeros, not with the end of the fragment before."""
+    original = FragmentedDelta._inputs_before
+
+    def zeros(self, streams):
+        return tuple(map(torch.zeros_like, original(self, streams)))
+
+    return patch.object(FragmentedDelta, "_inputs_before", zeros)
+
+
+def states_of_own_fragments():
+    """A fragment begins with an empty state: what the ranks to the left left is dropped."""
+    original = FragmentedDelta._states_before
+    return patch.object(
+        FragmentedDelta, "_states_before", lambda self, last: original(self, last) * 0
+    )
+
+
+def states_across_documents():
+    """States and convolutions go on from one document to the next."""
+    return patch.object(delta.DeltaRule, "mask", lambda *_: None)
+
+
+def convolutions_split_as_one():
+    """A rank's convolutions are its slice of those of queries, keys and values one after another."""
+    original = delta.local_shard
+    names = ["conv_q", "conv_k", "conv_v"]
+
+    def local_shard(module, name):
+        if name not in names:
+            return original(module, name)
+        widths = [len(original(module, each)) for each in names]
+        whole = torch.cat([getattr(module, each).full_tensor() for each in names])
+        own = whole.chunk(dist.get_world_size())[dist.get_rank()]
+        return own.split(widths)[names.index(name)]
+
+    return patch.object(delta, "local_shard", local_shard)
+
+
 def labels_in_reverse():
     """A rank's labels have another order than its inputs."""
     original = execute.local_positions_of
@@ -365,7 +406,7 @@ def _gathering_wrongly(now):
 
 
 def head_norms_not_summed():
-    """Every rank keeps the gradient that its own heads give the norm of queries and keys."""
+    """Every rank keeps the gradient that its own heads give a norm of heads, such as Gated DeltaNet's."""
     original = tensor_styles.Plain._apply
 
     def apply(self, module, device_mesh):

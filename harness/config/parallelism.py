@@ -379,7 +379,7 @@ class ParallelismConfig:
             return
         if self.balances_documents:
             rule = "the state of delta layers goes through consecutive positions"
-            raise ConfigError("parallelism.cp_load_balance", DOCUMENTS, rule, [True, False])
+            raise ConfigError("parallelism.cp_load_balance", DOCUMENTS, rule, "true, false")
         fragments = self.cp * (2 if self.balances_context else 1)
         least = model.delta.kernel - 1
         if seq_len < fragments * least:

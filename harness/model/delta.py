@@ -250,7 +250,9 @@ class GatedDeltaNet(nn.Module):
         streams = self.wq(x_BTC), self.wk(x_BTC), self.wv(x_BTC)
         names = "conv_q", "conv_k", "conv_v"
         kernels = tuple(local_shard(self, name).squeeze(1) for name in names)
-        steps_BTH = F.softplus(_precise(self.wa(x_BTC)) + local_shard(self, "dt_bias"))
+        steps_BTH = _precise(self.wa(x_BTC)) + local_shard(self, "dt_bias")
+        # Softplus: torch's own has a backward whose strides the compiler gets wrong (torch 2.13).
+        steps_BTH = torch.logaddexp(steps_BTH, steps_BTH.new_zeros(()))
         decay_BTH = -_precise(local_shard(self, "a_log")).exp() * steps_BTH
         out_BTHE = self.inner(streams, kernels, decay_BTH, self.wb(x_BTC).sigmoid(), mask)
         gate_BTHE = F.silu(self.wz(x_BTC)).view(out_BTHE.shape)

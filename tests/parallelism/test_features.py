@@ -24,6 +24,10 @@ deepseek_v2: [model=deepseek_v2_debug, [fsdp_tp_ep]]
 qwen3: [QWEN, [cp_ep]]
 gpt_oss: [model=gpt_oss_debug, [tp_experts, fsdp_tp_ep_experts, fsdp_tp_ep_experts_capacity]]
 llama4: [model=llama4_debug, [fsdp_tp_ep, ep4_capacity]]
+qwen3_next: [NEXT, [tp_experts_plain, fsdp_tp_ep, pp_zbv, tp_cp]]
+qwen3_next_dense:
+    ["NEXT model.moe.num_experts=0 model.moe.aux_loss_coeff=0 optimizer=muon model.n_layers=2
+    model.layer_kinds=[delta,full]", [cp_gather_compiled_recompute_op]]
 forced_balance: [QWEN model.moe.force_balance=true training.seq_len=60, [cp]]
 zipf: [V3 debug.routing=zipf training.seq_len=60, [fsdp_cp_ep, fsdp_ep_pp_zbv]]
 one_hot: [QWEN debug.routing=one_hot, [fsdp_tp_ep_capacity]]
@@ -39,6 +43,7 @@ muon_experts: [MUON QWEN, [fsdp_tp_ep_experts, ep_hsdp]]
 WORDS = {
     "V3": "model=deepseek_v3_debug",
     "QWEN": "model=qwen3_moe_debug",
+    "NEXT": "model=qwen3_next_debug",
     "MUON": "optimizer=muon schedule.warmup_steps=1 optimizer.lr=0.01",
 }
 ROWS = [(feature, typed, name) for feature, (typed, names) in TABLE.items() for name in names]

@@ -62,6 +62,7 @@ def trained(job_json):
         2  model=olmo3_debug parallelism.tp=2
         2  model=gemma3_debug parallelism.tp=2
         4  {CHAT}
+        3  {CHAT} model=qwen3_next_debug model.moe.num_experts=6
     """),
 )
 def test_gathered_keys_are_exact(pool, cp, typed):

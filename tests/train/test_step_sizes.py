@@ -25,6 +25,7 @@ dense: model=llama3_tiny
 experts_mtp: model=deepseek_v3_debug model.mtp.depth=1 model.moe.aux_loss_coeff=0.1
 window_sinks: model=gpt_oss_debug model.attention.window=24
 positions: model=llama4_debug
+states: model=qwen3_next_debug
 chunked_loss: model=llama3_tiny training.loss_chunks=3
 recomputed: model=llama3_tiny activation_checkpoint=full
 """)

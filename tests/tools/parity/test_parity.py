@@ -69,6 +69,12 @@ BY_DOCUMENTS = (
     "data=python_stdlib data.paths=['{stdlib}/json/*.py'] data.validation_fraction=0 model.vocab_size=258 "
     "data.attend_across_documents=false parallelism.cp_load_balance=documents"
 )
+HYBRID = "model=qwen3_next_debug"
+# Several conversations in a row.
+CHAT = (
+    f"{HYBRID} model.vocab_size=2048 tokenizer=python_2k data=chat data.chat_template=plain "
+    "data.paths=[experiments/chat/conversations.jsonl] training.seq_len=96"
+)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +178,7 @@ def test_reference_learns_and_masks_unevenly(pool):
 references = {}
 RECOMPUTED = "activation_checkpoint=full"
 FURTHER = f"{DEEPSEEK} model.mtp.depth=1"
-HEAD_NORMS = "model=qwen3_debug"
+HEAD_NORMS = f"{HYBRID} model.layer_kinds=[full,delta]"
 PLANTED = [
     (planted.denominator_of_own_tokens, "fsdp", "", "loss,"),
     (planted.denominator_of_own_positions, "cp", "", "loss,"),
@@ -227,6 +233,15 @@ PLANTED = [
         BY_DOCUMENTS,
         "output of layers.0.attention.inner",
     ),
+    (planted.nothing_before_fragments, "cp", HYBRID, "output of layers.0.delta.inner"),
+    (planted.states_of_own_fragments, "cp", HYBRID, "output of layers.0.delta.inner"),
+    (
+        planted.states_across_documents,
+        "cp_gather",
+        CHAT,
+        "output of layers.0.delta.inner",
+    ),
+    (planted.convolutions_split_as_one, "tp", HYBRID, "output of layers.0.delta.inner"),
     (planted.labels_in_reverse, "cp_gather", BY_DOCUMENTS, "loss,"),
     (planted.tokens_of_every_context_rank, "fsdp_cp", "", "number of tokens"),
     (planted.loss_of_one_context_rank, "cp", "", "loss,"),
@@ -243,7 +258,7 @@ PLANTED = [
         planted.head_norms_not_summed,
         "tp",
         HEAD_NORMS,
-        "gradient of layers.3.attention.k_norm.weight",
+        "gradient of layers.3.delta.norm.weight",
     ),
     (planted.router_gradients_not_summed, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
     (planted.auxiliary_loss_of_own_tokens, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
