@@ -16,7 +16,6 @@ DESCRIPTION = ("job.json", LAYOUTS, "overrides.txt", "code.json", CONTINUES, "sl
 PER_ATTEMPT = (
     "result.json",
     LAYOUT,
-    "status.json",
     "errors",
     "logs",
     "evidence",
@@ -24,6 +23,8 @@ PER_ATTEMPT = (
     "profile",
     "phases",
     "slow_ranks.json",
+    # Last: without it, the run would count as never started.
+    "status.json",
 )
 # An attempt that resumes appends to these.
 RECORDS = ("tensors.bin", "tensors.json", "activations.bin", "activations.json")

@@ -16,12 +16,12 @@ from jobs import tiny, train
 
 from harness.checkpoint.resume import find_start
 from harness.launch import begin as begin_module
-from harness.launch import local, losses
+from harness.launch import local, losses, state
 from harness.launch.begin import begin, begin_again
 from harness.launch.faults import RankDied
 from harness.launch.layouts import Layout
 from harness.launch.losses import Loss, go_on
-from harness.launch.state import record_lost
+from harness.launch.state import SlurmJobRecord, record_lost
 from harness.run.folder import LAYOUT, RunFolder
 from harness.train.process import FLIGHT_RECORDER
 from harness.util.errors import EXIT_MACHINE, EXIT_OK
@@ -160,17 +160,27 @@ def kill_at(monkeypatch):
 
         return changed
 
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # there are many writes, and no power failure
     for name in ("rename", "replace", "mkdir"):
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
     return lambda number: left.__setitem__(0, number)
 
 
-# Who finds the folder: the same command, or the same job that SLURM has started on other nodes.
+def again_here(folder, job):
+    begin(folder, job, [])
+
+
+def again_on_slurm(folder, job):
+    assert folder.state is None or folder.row["error.type"] == "JobLost"
+    begin(folder, job, [], state="submitted")
+
+
+# Who finds the folder: the same command, here or on SLURM, or the job that SLURM has started again.
 @pytest.mark.parametrize(
-    ("saves", "again"), [(True, lambda folder, job: begin(folder, job, [])), (False, begin_again)]
+    ("saves", "again"), [(True, again_here), (True, again_on_slurm), (False, begin_again)]
 )
 def test_each_instruction_between_two_attempts_may_be_the_last(
-    saves, again, tmp_path, monkeypatch, kill_at
+    saves, again, tmp_path, monkeypatch, put, kill_at
 ):
     """Nothing saved is lost, and the next attempt is on all ranks."""
     monkeypatch.setattr(begin_module, "prepare", lambda *_: None)
@@ -179,6 +189,8 @@ def test_each_instruction_between_two_attempts_may_be_the_last(
     layouts = (f"parallelism.dp_shard={ranks}" for ranks in (3, 2))
     job, smaller = (tiny("parallelism=fsdp", each, *common, LOSING[1]) for each in layouts)
     monkeypatch.setattr(losses, "read_layouts", lambda _: {2: Layout(2, smaller)})
+    monkeypatch.setattr(state, "LAST_WRITES_SECONDS", 0.0)
+    put(squeue="exit", sacct="exit")
     began = None
     for number in count(1):
         run = tmp_path / f"{number}" / job.id
@@ -187,6 +199,8 @@ def test_each_instruction_between_two_attempts_may_be_the_last(
         if saves:
             shutil.copytree(done / "checkpoints", run / "checkpoints")
         shutil.copy(done / "metrics.jsonl", run)
+        if again is again_on_slurm:
+            SlurmJobRecord("a", None, "7", begun=True).write(run)
         folder.errors.record(1, ERRORS["peer"], step=4)
         kill_at(number)
         with contextlib.suppress(Killed):
