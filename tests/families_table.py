@@ -125,6 +125,9 @@ olmo2:
     [olmo3_debug, {family: olmo2, attention__window: null, attention__global_every_nth_layer: null,
     rope__local_theta: null, rope__scaling: none}]
 olmo3: [olmo3_debug, {}]
+gemma2:
+    [gemma3_debug, {family: gemma2, attention__qk_norm: none, attention__global_every_nth_layer: 2,
+    rope__local_theta: null, attention__score_cap: 5.0, logits_cap: 3.0}]
 gemma3: [gemma3_debug, {rope__scaling: linear}]
 glm4:
     [qwen2_debug, {family: glm4, norm_position: around, rope__interleaved: true,

@@ -98,6 +98,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     check_gpu_options(job, on_cpu=on_cpu)
     check_cuda_graphs(job, on_cpu=on_cpu)
     job.training.check_device(on_cpu=on_cpu)
+    check_score_cap(job, on_cpu=on_cpu)
     check_heads_of_flex(job)
     if job.precision.linear != "none":
         from harness.precision.linears import require_hardware, sort_linears
@@ -342,6 +343,15 @@ def check_heads_of_flex(job: Job) -> None:
     if job.training.attention == "flex" and narrowest < FLEX_HEAD:
         rule = f"needs a head dimension of at least {FLEX_HEAD}; model={job.model.name} has {narrowest}"
         raise ConfigError("training.attention", "flex", rule, ["sdpa"])
+
+
+def check_score_cap(job: Job, *, on_cpu: bool) -> None:
+    """Refuse a backend that has no soft cap, or would have all scores of a GPU in memory."""
+    cap = job.model.attention.score_cap
+    backend = job.training.attention
+    if cap is not None and not on_cpu and backend != "flex":
+        rule = f"has no kernel on GPUs with model.attention.score_cap={cap:g}"
+        raise ConfigError("training.attention", backend, rule, ["flex"])
 
 
 def check_attention(job: Job) -> None:

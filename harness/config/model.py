@@ -75,6 +75,9 @@ class AttentionConfig:
     rotation, in rotated layers only (Llama 4)."""
     scale: float | None = added_numerics(None, above=0)
     """Factor of the scores (Granite, Gemma 2); null: 1 / sqrt(width of a head)."""
+    score_cap: float | None = added_numerics(None, above=0)
+    """Scores are this x tanh(score / this) (Gemma 2, arXiv:2408.00118). On GPUs it needs
+    training.attention=flex; on CPUs all scores are in memory. null: no cap."""
     output_gate: bool = added_numerics(False)
     """Whether attention's values are multiplied by the sigmoid of one more projection of its input
     (Qwen3-Next; arXiv:2505.06708), which has a bias if queries have."""
@@ -135,6 +138,9 @@ class AttentionConfig:
                 "changes nothing: without window or chunk no layer is local",
                 "null, or model.attention.window set",
             )
+        if self.sinks and self.score_cap is not None:
+            rule = "and model.attention.sinks: no kernel has both"
+            raise ConfigError("model.attention.score_cap", self.score_cap, rule, ["null"])
         if not self.is_latent:
             set_ = [name for name in ("q_lora_rank", *_LATENT) if getattr(self, name)]
             if set_:
@@ -498,6 +504,7 @@ FAMILIES: Registry[Any] = Registry(
         "qwen3_next": f"{_FILES}.qwen3_next:QWEN3_NEXT",
         "olmo2": f"{_FILES}.olmo:OLMO2",
         "olmo3": f"{_FILES}.olmo:OLMO3",
+        "gemma2": f"{_FILES}.gemma:GEMMA2",
         "gemma3": f"{_FILES}.gemma:GEMMA3",
         "glm4": f"{_FILES}.glm:GLM4",
         "glm4_moe": f"{_FILES}.glm:GLM4_MOE",
@@ -564,6 +571,8 @@ class ModelConfig:
     """Factor of the output of every attention and feed-forward, before the residual sum (Granite)."""
     logits_scaling: float = added_numerics(1.0, above=0)
     """Divisor of the logits (Granite)."""
+    logits_cap: float | None = added_numerics(None, above=0)
+    """Logits are this x tanh(logit / this) (Gemma 2); null: no cap."""
     max_seq_len: int = numerics("???", least=1)
     """Longest sequence, in tokens, that the model supports."""
     rope: RopeConfig = part(RopeConfig)

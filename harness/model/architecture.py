@@ -182,6 +182,8 @@ def limit_of_ring(job: Job) -> str | None:
         return "model.attention.window" if model.attention.window else "model.attention.chunk"
     if model.attention.sinks:
         return "model.attention.sinks"
+    if model.attention.score_cap is not None:
+        return "model.attention.score_cap"
     return None if job.data.attend_across_documents else "data.attend_across_documents=false"
 
 

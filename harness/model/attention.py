@@ -65,7 +65,9 @@ class Attention(nn.Module):
         self.normed_eps = config.norm_eps if of.qk_norm == "l2" and self.is_rotated else None
         self.temperature = 0.0 if self.is_rotated else of.nope_temperature
         self.temperature_floor = of.nope_temperature_floor
-        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), config.score_scale, of.sinks))
+        self.inner: Kernel = SdpaKernel(
+            AttentionSpec(of.span(layer), config.score_scale, of.sinks, of.score_cap)
+        )
 
     def forward(
         self,
@@ -157,7 +159,7 @@ class LatentAttention(nn.Module):
         self.wkv_b = nn.Linear(of.kv_lora_rank, heads * (self.nope + self.value), bias=False)
         self.wo = nn.Linear(heads * self.value, config.dim, bias=False)
         scale = config.score_scale * config.rope.score_scale
-        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), scale))
+        self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), scale, cap=of.score_cap))
 
     def forward(
         self,

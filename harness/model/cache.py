@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.model.delta import DeltaRule, DeltaSpec
-from harness.model.kernels import AttentionSpec, Positions, SdpaKernel, sees
+from harness.model.kernels import AttentionSpec, Positions, SdpaKernel, capped, sees
 
 # B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a
 # key head, D: head width, E: head width of values
@@ -82,10 +82,14 @@ class CachedKernel(SdpaKernel):
         """Attend from one token of each sequence to its stored tokens: [B, 1, H, E]."""
         assert new.visible is not None
         q_BKGD = q_B1HD.squeeze(1).unflatten(1, (keys_BKSD.shape[1], -1))
-        # Sum and product are computed in float32, by one kernel.
-        scores_BKGS = torch.add(
-            new.visible, q_BKGD @ keys_BKSD.transpose(2, 3), alpha=self.spec.scale
-        )
+        products_BKGS = q_BKGD @ keys_BKSD.transpose(2, 3)
+        if self.spec.cap is None:
+            # Sum and product are computed in float32, by one kernel.
+            scores_BKGS = torch.add(new.visible, products_BKGS, alpha=self.spec.scale)
+        else:
+            scores_BKGS = new.visible + capped(
+                products_BKGS.float() * self.spec.scale, self.spec.cap
+            )
         if sinks_H is not None:
             sinks_BKG1 = (
                 sinks_H.float()

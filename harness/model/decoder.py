@@ -13,7 +13,7 @@ from harness.model.attention import build_attention
 from harness.model.cache import CachedDelta, CachedKernel, CachedPass
 from harness.model.delta import GatedDeltaNet
 from harness.model.feed_forward import FeedForward
-from harness.model.kernels import Positions
+from harness.model.kernels import Positions, capped
 from harness.model.moe import MoE
 from harness.model.norm import build_norm
 from harness.model.part import ModelPart
@@ -371,9 +371,11 @@ class Decoder(ModelPart):
         if self.config.output_multiplier != 1:
             x = x * self.config.output_multiplier
         # A float8 output projection takes no labels.
-        return self.output(
-            x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None)
-        )
+        labels = [each for each in (labels_BT, later_labels_BT) if each is not None]
+        cap = self.config.logits_cap
+        if labels or cap is None:
+            return self.output(x, *labels)
+        return capped(self.output(x), cap)
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         assert self.tok_embeddings is not None

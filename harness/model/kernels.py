@@ -8,6 +8,7 @@ modules.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,17 +41,24 @@ class AttentionSpec:
         span: the positions that are attended to.
         scale: factor of the scores.
         has_sinks: whether every head has an attention sink.
+        cap: soft cap of the scores, as in ``capped``; None: there is none.
         causal: whether positions attend to earlier ones only; else ``SdpaKernel`` without a mask.
     """
 
     span: AttentionSpan
     scale: float
     has_sinks: bool = False
+    cap: float | None = None
     causal: bool = True
 
     def is_causal(self, length: int) -> bool:
         """Whether no window or chunk limits causal attention over ``length`` positions."""
         return self.span.most_reach(length) == length
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """Bound values smoothly by +-cap."""
+    return cap * torch.tanh(x / cap)
 
 
 class Positions(NamedTuple):
@@ -145,6 +153,8 @@ class SdpaKernel(Kernel):
         mask: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
+        if self.spec.cap is not None:
+            return self._capped(q_BTHD, k_BTKD, v_BTKE, mask, self.spec.cap)
         width = v_BTKE.shape[-1]
         grouped = q_BTHD.shape[2] != k_BTKD.shape[2]
         if sinks_H is not None:
@@ -178,6 +188,20 @@ class SdpaKernel(Kernel):
                 enable_gqa=grouped,
             )
         return out_BHTE.transpose(1, 2)[..., :width]
+
+    def _capped(
+        self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Tensor | None, cap: float
+    ) -> Tensor:
+        """Attention with a soft cap, which torch's kernels do not have: all scores are in memory."""
+        q_BKGTD = q_BTHD.unflatten(2, (k_BTKD.shape[2], -1)).permute(0, 2, 3, 1, 4)
+        k_BK1DS = k_BTKD.permute(0, 2, 3, 1).unsqueeze(2)
+        scores_BKGTS = capped((q_BKGTD @ k_BK1DS).float() * self.spec.scale, cap)
+        if mask is None:
+            mask = self._mask_of_last(q_BTHD, k_BTKD)
+        shares_BKGTS = scores_BKGTS.masked_fill(~mask.unsqueeze(-3), float("-inf")).softmax(-1)
+        v_BK1SE = v_BTKE.transpose(1, 2).unsqueeze(2)
+        out_BKGTE = shares_BKGTS.type_as(v_BTKE) @ v_BK1SE
+        return out_BKGTE.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _flash_of_last(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor) -> Tensor:
         """Causal attention of the last queries, by the flash kernel, which aligns them with the last keys."""
@@ -265,6 +289,7 @@ class FlexKernel(Kernel):
             q_BTHD.transpose(1, 2),
             k_BTKD.transpose(1, 2),
             v_BTKE.transpose(1, 2),
+            score_mod=None if self.spec.cap is None else _capping(self.spec.cap),
             block_mask=mask,
             scale=self.spec.scale,
             enable_gqa=q_BTHD.shape[2] != k_BTKD.shape[2],
@@ -277,8 +302,18 @@ class FlexKernel(Kernel):
         return out_BHTE.transpose(1, 2)
 
 
+@lru_cache
+def _capping(cap: float) -> Callable[..., Tensor]:
+    """The change of scores that FlexAttention makes for a soft cap."""
+
+    def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return capped(score, cap)
+
+    return change
+
+
 class VarlenKernel(Kernel):
-    """Flash attention over concatenated documents; CUDA and 16-bit formats only, no sinks."""
+    """Flash attention over concatenated documents; CUDA and 16-bit formats only, no sinks and no cap."""
 
     def mask(self, positions: Positions) -> list[tuple[Tensor, Tensor]] | None:
         """For each piece, starts of documents in its flattened queries and in the keys, int32.

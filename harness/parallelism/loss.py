@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.config.job import Job
 from harness.data.batch import IGNORE_INDEX
+from harness.model.kernels import capped
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 
@@ -166,10 +167,13 @@ def token_scores(logits_NV: Tensor, labels_N: Tensor, loss: TokenLoss) -> Tensor
 class ChunkedLoss:
     """Loss computed by the Head (its ``loss``): the same sum and denominator as TokenLoss."""
 
-    def __init__(self, loss: TokenLoss, chunks: int, z_loss: float = 0.0) -> None:
+    def __init__(
+        self, loss: TokenLoss, chunks: int, z_loss: float = 0.0, cap: float | None = None
+    ) -> None:
         self.loss = loss
         self.chunks = chunks
         self.z_loss = z_loss
+        self.cap = cap
         self.cross_entropy = _cross_entropy
         # A split vocabulary needs collectives inside, which a compiled function could not call.
         if loss.compiled and loss.mesh is None:
@@ -186,7 +190,9 @@ class ChunkedLoss:
         labels_N = labels_BT.flatten()
         if self.loss.scores_rows:
             pieces = zip(x_NC.chunk(self.chunks), labels_N.chunk(self.chunks), strict=True)
-            scores = [token_scores(x @ weight_VC.T, labels, self.loss) for x, labels in pieces]
+            scores = [
+                token_scores(self._logits(x, weight_VC), each, self.loss) for x, each in pieces
+            ]
             return torch.cat(scores).unflatten(0, labels_BT.shape).sum(1)
         group, first = self.loss.share
         scale = 1 / self.loss.denominator
@@ -199,12 +205,16 @@ class ChunkedLoss:
             weight_VC,
             labels_N - first,
             self.chunks,
-            partial(self.cross_entropy, scale=scale, group=group, z_loss=self.z_loss),
+            partial(self.cross_entropy, scale=scale, group=group, z_loss=self.z_loss, cap=self.cap),
             losses,
             torch.is_grad_enabled(),
         )
         self.loss.record(losses, labels_BT)
         return total
+
+    def _logits(self, x_NC: Tensor, weight_VC: Tensor) -> Tensor:
+        logits_NV = x_NC @ weight_VC.T
+        return logits_NV if self.cap is None else capped(logits_NV, self.cap)
 
 
 def build_loss(job: Job, mesh: Mesh, parts: Sequence[ModelPart]) -> TokenLoss:
@@ -215,7 +225,9 @@ def build_loss(job: Job, mesh: Mesh, parts: Sequence[ModelPart]) -> TokenLoss:
     loss = TokenLoss(job.model.vocab_size, vocabulary, compiled)
     for part in parts:
         if part.output is not None and job.training.loss_in_head:
-            part.output.loss = ChunkedLoss(loss, job.training.loss_chunks, job.training.z_loss)
+            part.output.loss = ChunkedLoss(
+                loss, job.training.loss_chunks, job.training.z_loss, job.model.logits_cap
+            )
     return loss
 
 
@@ -291,15 +303,22 @@ def _cross_entropy(
     scale: Tensor,
     group: dist.ProcessGroup | None,
     z_loss: float = 0.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The rows' cross entropies times ``scale``, and the gradient of their sum by the logits, both float32.
 
     The gradient alone has that of ``z_loss`` times the squared logarithm of the softmax's normalizer.
+    With ``cap``, the cross entropies are those of capped logits.
 
     With a group, the vocabulary is split over its ranks: row maxima, sums and the labels' logits
     are all-reduced (Megatron-LM's vocabulary-parallel cross entropy, arXiv:1909.08053, section 3).
     """
     logits_NV = logits_NV.float()  # in place from here on: one copy of a chunk in memory
+    slope_NV = None
+    if cap is not None:
+        tanh_NV = logits_NV.div_(cap).tanh_()
+        slope_NV = tanh_NV.square().neg_().add_(1)
+        logits_NV = tanh_NV.mul_(cap)
     is_local_N = (labels_N >= 0) & (labels_N < logits_NV.shape[1])
     column_N1 = labels_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)
     peak_N = logits_NV.amax(1)
@@ -323,4 +342,5 @@ def _cross_entropy(
     if z_loss:
         of_weights_N = of_weights_N * (1 + 2 * z_loss * (peak_N + log_sum_N))
     grad_NV = weights_NV.mul_(of_weights_N.unsqueeze(1))
-    return loss_N, grad_NV.scatter_add_(1, column_N1, -(scale_N * is_local_N).unsqueeze(1))
+    grad_NV = grad_NV.scatter_add_(1, column_N1, -(scale_N * is_local_N).unsqueeze(1))
+    return loss_N, grad_NV if slope_NV is None else grad_NV.mul_(slope_NV)

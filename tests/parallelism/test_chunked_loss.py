@@ -7,6 +7,7 @@ from memory import Ledger
 from waits import waits
 
 from harness.data.batch import IGNORE_INDEX
+from harness.model.kernels import capped
 from harness.parallelism.loss import ChunkedLoss, TokenLoss, _add_product
 
 ROWS, WIDTH, VOCABULARY = 48, 32, 1031
@@ -57,11 +58,13 @@ def test_equals_torch(chunks, compiled, valid):
 
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize("compiled", [None, "aot_eager"])
-def test_the_gradient_of_the_z_loss(chunks, compiled):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_the_gradient_of_the_z_loss(chunks, compiled, cap):
     """Against float64: the value is the cross entropy's, the gradient has that of log(Z) squared too."""
     x_BTC, weight_VC, labels_BT = made_up()
     exact_inputs = [t.detach().double().requires_grad_() for t in (x_BTC, weight_VC)]
     logits_NV = F.linear(*exact_inputs).flatten(0, 1)
+    logits_NV = logits_NV if cap is None else capped(logits_NV, cap)
     labels_N = labels_BT.flatten()
     valid_N = labels_N != IGNORE_INDEX
     cross = F.cross_entropy(logits_NV, labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
@@ -69,7 +72,7 @@ def test_the_gradient_of_the_z_loss(chunks, compiled):
     expected = torch.autograd.grad((cross + z_loss) / 17, exact_inputs)
     loss = TokenLoss(VOCABULARY, None, compiled)
     loss.denominator = 17.0
-    found = ChunkedLoss(loss, chunks, z_loss=0.3)(x_BTC, weight_VC, labels_BT)
+    found = ChunkedLoss(loss, chunks, z_loss=0.3, cap=cap)(x_BTC, weight_VC, labels_BT)
     assert found.item() == pytest.approx(float(cross) / 17, rel=1e-6)
     gradients = torch.autograd.grad(found, [x_BTC, weight_VC])
     for gradient, reference in zip(gradients, expected, strict=True):

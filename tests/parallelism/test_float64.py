@@ -50,8 +50,8 @@ def trained(job_json):
 
 @pytest.mark.parametrize(
     ("cp", "typed"),
-    # Windows and sinks, also on more ranks than key heads; chunks; latent attention; norms of all heads
-    # and another rotation of local layers, with tensor parallel; documents.
+    # Windows and sinks, also on more ranks than key heads; chunks; latent attention; norms of all heads,
+    # another rotation of local layers and soft caps, with tensor parallel; documents.
     texts(f"""
         2  model=gpt_oss_debug
         3  model=gpt_oss_debug model.moe.num_experts=6
@@ -60,7 +60,7 @@ def trained(job_json):
         2  model=llama4_debug
         4  model=deepseek_v3_debug
         2  model=olmo3_debug parallelism.tp=2
-        2  model=gemma3_debug parallelism.tp=2
+        2  model=gemma3_debug parallelism.tp=2 model.attention.score_cap=5 model.logits_cap=2
         4  {CHAT}
         3  {CHAT} model=qwen3_next_debug model.moe.num_experts=6
     """),

@@ -384,6 +384,8 @@ def logit_bytes(job: Job, activations: ActivationBytes) -> LogitBytes:
         # The saved gradients are multiplied by the gradient of the loss; a CPU copies them to
         # float32.
         copies = FLOAT32 if activations.cpu else 0
+        if model.logits_cap is not None:
+            copy += FLOAT32  # the slope of the cap
         return LogitBytes(
             outputs=compute * numbers,
             kept=kept,
@@ -406,6 +408,11 @@ def logit_bytes(job: Job, activations: ActivationBytes) -> LogitBytes:
         # from being one kernel.
         kept = compute
         forward = backward = 2 * compute
+    if model.logits_cap is not None:
+        # Its tanh is saved, and logits before and after it exist at once.
+        kept += compute
+        forward += 2 * compute
+        backward += compute
     wasted = plain and copy and not held and not activations.cpu
     # Without the parallel loss, the ranks' columns are gathered.
     columns = compute * numbers / layout.tp if layout.tp > 1 and not split else 0.0

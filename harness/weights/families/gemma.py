@@ -1,10 +1,10 @@
-"""Gemma 3, its text model; fields as transformers' models/gemma3 has them.
+"""Gemma 2, and 3's text model; fields as transformers' models/gemma2 and gemma3 have them.
 
-Files of all sizes but 1B also have a vision encoder, whose tensors are ignored.
+Files of Gemma 3, of all sizes but 1B, also have a vision encoder, whose tensors are ignored.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from harness.config.model import ModelConfig
@@ -39,7 +39,7 @@ _NAMES = (
     }
 )
 _REQUIRES = {"norm_position": "around", "norm_zero_centred": True, "activation": "geglu_tanh"}
-# Gemma3TextConfig's defaults.
+# Gemma3TextConfig's defaults, of which Gemma2Config has most.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -52,9 +52,15 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _gemma3(model: ModelConfig) -> list[ConfigField]:
+def _gemma(
+    model: ModelConfig,
+    layers: Callable[[Mapping[str, Any]], list[str]],
+    caps: tuple[float | None, float | None],
+    **defaults: object,
+) -> list[ConfigField]:
+    """Fields of both; ``caps``: defaults of the caps of scores and of logits."""
     return [
-        *common(model, head_dim=256, activation=_ACTIVATION, **_DEFAULTS),
+        *common(model, head_dim=256, activation=_ACTIVATION, **{**_DEFAULTS, **defaults}),
         *same_fields(model, {"intermediate_size": "ffn_hidden_dim"}, intermediate_size=9216),
         fixed("hidden_activation", _ACTIVATION),
         ConfigField(
@@ -65,12 +71,37 @@ def _gemma3(model: ModelConfig) -> list[ConfigField]:
             to_ours=lambda width, _: width**-0.5,
         ),
         window_field(model, 4096),
-        layer_types(model, "sliding_attention", "sliding_window", _gemma3_layers),
+        layer_types(model, "sliding_attention", "sliding_window", layers),
         *attention_biases(model),
-        fixed("attn_logit_softcapping", None),
-        fixed("final_logit_softcapping", None),
+        ConfigField(
+            "attn_logit_softcapping",
+            model.attention.score_cap,
+            "attention.score_cap",
+            default=caps[0],
+            nullable=True,
+        ),
+        ConfigField(
+            "final_logit_softcapping",
+            model.logits_cap,
+            "logits_cap",
+            default=caps[1],
+            nullable=True,
+        ),
         fixed("use_bidirectional_attention", False),
     ]
+
+
+def _gemma2(model: ModelConfig) -> list[ConfigField]:
+    sizes = {"vocab_size": 256000, "max_position_embeddings": 8192}
+    return _gemma(model, _alternating, (50.0, 30.0), **sizes)
+
+
+def _gemma3(model: ModelConfig) -> list[ConfigField]:
+    return _gemma(model, _gemma3_layers, (None, None))
+
+
+def _alternating(found: Mapping[str, Any]) -> list[str]:
+    return [("sliding_attention", "full_attention")[layer % 2] for layer in layers_in(found)]
 
 
 def _gemma3_layers(found: Mapping[str, Any]) -> list[str]:
@@ -95,12 +126,29 @@ def _checked_scales(model: ModelConfig) -> None:
         raise ConfigError("model.embedding_multiplier", model.embedding_multiplier, rule, [root])
 
 
-def _refuse(model: ModelConfig) -> None:
+def _refuse_gemma2(model: ModelConfig) -> None:
     both_biases(model)
-    own_local_rotation(model)
     _checked_scales(model)
 
 
+def _refuse_gemma3(model: ModelConfig) -> None:
+    _refuse_gemma2(model)
+    own_local_rotation(model)
+
+
+GEMMA2 = Family(
+    name="gemma2",
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    names=_NAMES,
+    config_fields=_gemma2,
+    requires=_REQUIRES,
+    kept=("embedding_multiplier",),
+    refuse=_refuse_gemma2,
+    written=lambda _: {"pad_token_id": None},
+    harmless=("sliding_window_size",),
+    assumed=lambda model: {"embedding_multiplier": math.sqrt(model.dim)},
+)
 GEMMA3 = Family(
     name="gemma3",
     model_type="gemma3_text",
@@ -109,7 +157,7 @@ GEMMA3 = Family(
     config_fields=_gemma3,
     requires={**_REQUIRES, "attention.qk_norm": "learned"},
     kept=("embedding_multiplier",),
-    refuse=_refuse,
+    refuse=_refuse_gemma3,
     written=lambda _: {"pad_token_id": None},
     harmless=("sliding_window_pattern",),
     assumed=lambda model: {"embedding_multiplier": math.sqrt(model.dim)},

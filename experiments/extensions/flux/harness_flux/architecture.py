@@ -27,6 +27,7 @@ _DECODERS = (
     "embedding_multiplier",
     "embedding_std",
     "layer_kinds",
+    "logits_cap",
     "logits_scaling",
     "moe",
     "mtp",
