@@ -69,7 +69,7 @@ def own_name(model: ModelConfig, name: str) -> str | None:
     others = (nested.others if nested else ()) + (family.ignored(model) if family.ignored else ())
     if name.endswith(_BUFFER) or name.startswith(others):
         return None
-    return name.removeprefix(nested.prefix) if nested else name
+    return name.replace(nested.prefix, "", 1) if nested else name
 
 
 def check_hf_tensors(

@@ -32,6 +32,8 @@ _FRACTION = "partial_rotary_factor"
 _LOCAL_THETA = "rope_local_base_freq"
 _FULL = "full_attention"
 _LOCAL = "sliding_attention"
+# Sections of positions, in which a token of text has the same one.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _NOT_FLOATS = ("truncate", "original_max_position_embeddings")
 
 # All names that a rotation may have.
@@ -123,6 +125,8 @@ def rotation_of(found: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "would work: rope_scaling null"
         )
     names = _NAMES if family.rotated_fraction is None else [*_NAMES, _FRACTION]
+    if family.nested is not None:
+        names = [*names, *_OF_IMAGES]
     for key, value in parameters.items():
         if key not in names and value is not None and (key, value) != (_FRACTION, 1):
             raise UserError(

@@ -335,6 +335,24 @@ def test_the_text_model_of_a_multimodal_file(tmp_path):
     require_same(HuggingFaceSource(tmp_path, model), tensors)
 
 
+def test_the_text_model_inside_of_another_model(tmp_path):
+    model, tensors, stored, file = written(tmp_path, "qwen3_5")
+    inside = {name.replace("model.", "model.language_model.", 1): t for name, t in stored.items()}
+    others = {
+        "model.visual.patch_embed.proj.bias": torch.zeros(3),
+        "mtp.fc.weight": torch.zeros(2, 2),
+    }
+    save_file({**inside, **others}, file)
+    sections = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+
+    def nested(own):
+        rope = {**own["rope_parameters"], **sections}
+        return {"model_type": "qwen3_5", "text_config": {**own, "rope_parameters": rope}}
+
+    change_config(tmp_path, nested)
+    require_same(HuggingFaceSource(tmp_path, model), tensors)
+
+
 def test_blocks_that_predict_another_token_are_skipped(tmp_path):
     model, tensors, stored, file = written(tmp_path, "deepseek_v3")
     save_file({**stored, "model.layers.4.eh_proj.weight": torch.zeros(2)}, file)

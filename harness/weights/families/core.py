@@ -294,7 +294,7 @@ class Nested:
 
     model_type: str
     key: str  # of the decoder's config in config.json
-    prefix: str  # of the decoder's tensors
+    prefix: str  # that names of the decoder's tensors have more, at their begin or inside
     others: tuple[str, ...]  # prefixes of all other tensors
 
 

@@ -1,9 +1,12 @@
-"""Qwen3-Next: Gated DeltaNet in three of four layers; fields as transformers' models/qwen3_next has them."""
+"""Qwen3-Next and the text of Qwen 3.5: Gated DeltaNet in three of four layers.
+
+Fields are those of transformers' models/qwen3_next and qwen3_5.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.config.model import ModelConfig
+from harness.config.model import DeltaConfig, ModelConfig
 from harness.weights.families.core import (
     ATTENTION,
     DENSE,
@@ -12,6 +15,7 @@ from harness.weights.families.core import (
     ConfigField,
     Family,
     Names,
+    Nested,
     Rows,
     TensorSlot,
     attention_biases,
@@ -41,16 +45,13 @@ _DELTA_DEFAULTS = {
 }
 
 
-def _config_fields(model: ModelConfig) -> list[ConfigField]:
+def _hybrid(model: ModelConfig) -> list[ConfigField]:
+    """Fields that both have."""
     kinds = ["delta" if model.is_delta(layer) else "full" for layer in range(model.n_layers)]
-    shared = {
-        "intermediate_size": "ffn_hidden_dim",
-        "shared_expert_intermediate_size": "moe.shared_hidden_dim",
-    }
     return [
         *common(model, head_dim=256),
+        *same_fields(model, {"intermediate_size": "ffn_hidden_dim"}),
         *attention_biases(model),
-        *same_fields(model, shared, shared_expert_intermediate_size=512),
         *same_fields(model, _DELTA, **_DELTA_DEFAULTS),
         ConfigField(
             "layer_types",
@@ -59,6 +60,14 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
             default=_types_by_interval,
             to_ours=lambda types, _: _pattern(types),
         ),
+    ]
+
+
+def _qwen3_next(model: ModelConfig) -> list[ConfigField]:
+    shared = {"shared_expert_intermediate_size": "moe.shared_hidden_dim"}
+    return [
+        *_hybrid(model),
+        *same_fields(model, shared, shared_expert_intermediate_size=512),
         *mixture_fields(model, norm_topk_prob=True),
     ]
 
@@ -78,63 +87,116 @@ def _pattern(types: Sequence[str]) -> list[str]:
     return kinds[:length]
 
 
-def _slots(model: ModelConfig) -> Names:
-    """Projections are fused, head by head, and convolutions one after another."""
-    of = model.delta
-    values_of_key = of.value_heads // max(of.key_heads, 1)
+def _fused(theirs: str, widths: Mapping[str, int]) -> Names:
+    """Places in a tensor that repeats so many rows of each of ours."""
     names: Names = {}
-
-    def fuse(theirs: str, widths: Mapping[str, int]) -> None:
-        first = 0
-        for ours, length in widths.items():
-            names[ours] = TensorSlot(theirs, rows=Rows(first, length, sum(widths.values())))
-            first += length
-
-    head = model.head_width
-    fuse("self_attn.q_proj", {"attention.wq": head, "attention.wg": head})
-    values = values_of_key * of.value_head_dim
-    widths = {"wq": of.key_head_dim, "wk": of.key_head_dim, "wv": values, "wz": values}
-    fuse("linear_attn.in_proj_qkvz", {f"delta.{name}": width for name, width in widths.items()})
-    fuse("linear_attn.in_proj_ba", {"delta.wb": values_of_key, "delta.wa": values_of_key})
-    widths = {"q": of.key_width, "k": of.key_width, "v": of.value_width}
-    convolutions = {f"delta.conv_{name}": width for name, width in widths.items()}
-    fuse("linear_attn.conv1d.weight", convolutions)
+    first = 0
+    for ours, length in widths.items():
+        names[ours] = TensorSlot(theirs, rows=Rows(first, length, sum(widths.values())))
+        first += length
     return names
+
+
+def _streams(theirs: str, of: DeltaConfig, *ours: str) -> Names:
+    """Places in a tensor that has those of queries, keys and values one after another."""
+    widths = of.key_width, of.key_width, of.value_width
+    return _fused(theirs, dict(zip(ours, widths, strict=True)))
+
+
+def _slots_of_both(model: ModelConfig) -> Names:
+    head = model.head_width
+    convolutions = "delta.conv_q", "delta.conv_k", "delta.conv_v"
+    return {
+        **_fused("self_attn.q_proj", {"attention.wq": head, "attention.wg": head}),
+        **_streams("linear_attn.conv1d.weight", model.delta, *convolutions),
+    }
+
+
+def _slots_by_head(model: ModelConfig) -> Names:
+    """Qwen3-Next fuses projections head by head."""
+    of = model.delta
+    of_key = of.value_heads // max(of.key_heads, 1)
+    values = of_key * of.value_head_dim
+    widths = {
+        "delta.wq": of.key_head_dim,
+        "delta.wk": of.key_head_dim,
+        "delta.wv": values,
+        "delta.wz": values,
+    }
+    return {
+        **_slots_of_both(model),
+        **_fused("linear_attn.in_proj_qkvz", widths),
+        **_fused("linear_attn.in_proj_ba", {"delta.wb": of_key, "delta.wa": of_key}),
+    }
+
+
+def _slots_by_stream(model: ModelConfig) -> Names:
+    names = "delta.wq", "delta.wk", "delta.wv"
+    return {
+        **_slots_of_both(model),
+        **_streams("linear_attn.in_proj_qkv", model.delta, *names),
+    }
+
+
+_NAMES: Names = {
+    **NORMS,
+    **ATTENTION,
+    **DENSE,
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "delta.norm": "linear_attn.norm",
+    "delta.wo": "linear_attn.out_proj",
+    "delta.a_log": TensorSlot("linear_attn.A_log"),
+    "delta.dt_bias": TensorSlot("linear_attn.dt_bias"),
+}
+_REQUIRES: dict[str, object] = {
+    "attention.qk_norm": "learned",
+    "attention.output_gate": True,
+    "norm_zero_centred": True,
+}
+# layer_types follow from the first, if they are not there.
+_HARMLESS = ("full_attention_interval", "use_sliding_window")
+
+
+def _ignored(_model: ModelConfig) -> tuple[str, ...]:
+    """Multi-token prediction, which transformers does not load either."""
+    return ("mtp.",)
 
 
 QWEN3_NEXT = Family(
     name="qwen3_next",
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    names=NORMS
-    | ATTENTION
-    | DENSE
+    names=_NAMES
     | PER_EXPERT
     | projections("moe.shared_experts", "mlp.shared_expert")
-    | {
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "delta.norm": "linear_attn.norm",
-        "delta.wo": "linear_attn.out_proj",
-        "delta.a_log": TensorSlot("linear_attn.A_log"),
-        "delta.dt_bias": TensorSlot("linear_attn.dt_bias"),
-        "moe.router": "mlp.gate",
-        "moe.shared_experts.gate": "mlp.shared_expert_gate",
-    },
-    slots=_slots,
-    config_fields=_config_fields,
-    requires={
-        "attention.qk_norm": "learned",
-        "attention.output_gate": True,
-        "norm_zero_centred": True,
-        "moe.shared_gate": True,
-    },
+    | {"moe.router": "mlp.gate", "moe.shared_experts.gate": "mlp.shared_expert_gate"},
+    slots=_slots_by_head,
+    config_fields=_qwen3_next,
+    requires={**_REQUIRES, "moe.shared_gate": True},
     refuse=both_biases,
     is_mixture=True,
     rotated_fraction=0.25,
-    # layer_types follow from it, if they are not there.
-    harmless=("full_attention_interval", "use_sliding_window"),
-    # Of multi-token prediction, which transformers does not load either.
-    ignored=lambda _: ("mtp.",),
+    harmless=_HARMLESS,
+    ignored=_ignored,
     trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
+)
+QWEN3_5 = Family(
+    name="qwen3_5",
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    names=_NAMES
+    | {
+        "delta.wz": "linear_attn.in_proj_z",
+        "delta.wb": "linear_attn.in_proj_b",
+        "delta.wa": "linear_attn.in_proj_a",
+    },
+    slots=_slots_by_stream,
+    config_fields=_hybrid,
+    requires=_REQUIRES,
+    refuse=both_biases,
+    rotated_fraction=0.25,
+    harmless=_HARMLESS,
+    nested=Nested("qwen3_5", "text_config", "language_model.", ("model.visual.",)),
+    ignored=_ignored,
 )
