@@ -141,6 +141,7 @@ phi3: [llama3_tiny, {family: phi3, n_kv_heads: 2, rope__scaling: none, rope__rot
 granite:
     [llama3_tiny, {family: granite, embedding_multiplier: 12.0, residual_multiplier: 0.22,
     logits_scaling: 4.0, attention__scale: 0.125}]
+smollm3: [llama3_tiny, {family: smollm3, attention__nope_every_nth_layer: 4, rope__scaling: none}]
 llama4: [llama4_debug, {}]
 llama4_maverick: [llama4_debug, {attention__qk_norm: none, rope__scaling: none}]
 llama4_all_experts:

@@ -52,8 +52,8 @@ def commands():
 
 
 def test_the_page_has_what_a_family_needs(sources):
-    assert (sources / "conf/model/smollm3_debug.yaml").exists()
-    assert (sources / "harness/weights/families/smollm3.py").exists()
+    assert (sources / "conf/model/seed_oss_debug.yaml").exists()
+    assert (sources / "harness/weights/families/seed_oss.py").exists()
     assert len(commands()) == 2
 
 
@@ -64,5 +64,5 @@ def test_commands(sources, command):
     done = python(*program, *arguments, cwd=sources, PYTHONPATH=str(sources), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "SmolLM3ForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout
+        "SeedOssForCausalLM: logits differ" in done.stdout or "1 of 1 layouts agree" in done.stdout
     )

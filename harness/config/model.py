@@ -509,6 +509,7 @@ FAMILIES: Registry[Any] = Registry(
         "glm4_moe": f"{_FILES}.glm:GLM4_MOE",
         "phi3": f"{_FILES}.phi:PHI3",
         "granite": f"{_FILES}.llama_like:GRANITE",
+        "smollm3": f"{_FILES}.smollm3:SMOLLM3",
         "qwen3_next": f"{_FILES}.qwen3_next:QWEN3_NEXT",
         "qwen3_5": f"{_FILES}.qwen3_next:QWEN3_5",
     },

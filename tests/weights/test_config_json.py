@@ -161,7 +161,7 @@ def test_released_models_have_their_families_tensors(name):
         for key, value in as_stored(theirs.state_dict(), config.family).items()
     }
     check_hf_tensors(config, shapes)
-    last = f"layers.{layers - 1}.self_attn.o_proj.weight"
+    last = f"layers.{layers - 1}.post_attention_layernorm"
     assert len([key for key in hf_shapes(config) if last in key]) == 1
 
 
