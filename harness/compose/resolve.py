@@ -346,12 +346,14 @@ def check_heads_of_flex(job: Job) -> None:
 
 
 def check_score_cap(job: Job, *, on_cpu: bool) -> None:
-    """Refuse a backend that has no soft cap, or would have all scores of a GPU in memory."""
+    """Refuse a backend without a soft cap; on GPUs also the one that would have all scores in memory."""
     cap = job.model.attention.score_cap
     backend = job.training.attention
-    if cap is not None and not on_cpu and backend != "flex":
-        rule = f"has no kernel on GPUs with model.attention.score_cap={cap:g}"
-        raise ConfigError("training.attention", backend, rule, ["flex"])
+    works = "sdpa" if on_cpu else "flex"
+    if cap is not None and backend != works:
+        where = "CPUs" if on_cpu else "GPUs"
+        rule = f"has no kernel on {where} with model.attention.score_cap={cap:g}"
+        raise ConfigError("training.attention", backend, rule, [works])
 
 
 def check_attention(job: Job) -> None:

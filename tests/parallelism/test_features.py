@@ -24,6 +24,9 @@ deepseek_v2: [model=deepseek_v2_debug, [fsdp_tp_ep]]
 qwen3: [QWEN, [cp_ep]]
 gpt_oss: [model=gpt_oss_debug, [tp_experts, fsdp_tp_ep_experts, fsdp_tp_ep_experts_capacity]]
 llama4: [model=llama4_debug, [fsdp_tp_ep, ep4_capacity]]
+olmo3:
+    ["model=olmo3_debug model.embedding_multiplier=3 model.residual_multiplier=0.5 model.logits_scaling=2
+    model.logits_cap=5", [pp_zbv_chunked_loss, fsdp_tp_compiled_recompute_op]]
 qwen3_next: [NEXT, [tp_experts_plain, fsdp_tp_ep, pp_zbv, tp_cp]]
 qwen3_next_dense:
     ["NEXT model.moe.num_experts=0 model.moe.aux_loss_coeff=0 optimizer=muon model.n_layers=2
