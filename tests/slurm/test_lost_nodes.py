@@ -32,14 +32,17 @@ def slurm():
 
 
 def test_jobs_outlive_their_nodes(slurm, tmp_path):
-    """One job loses three nodes in turn, of which one comes back; another loses its first."""
+    """One job loses three nodes in turn, the first in its first step, and this one comes back.
+
+    Another job loses its first node.
+    """
     (tmp_path / "patch").mkdir()
     shutil.copy(PATCH, tmp_path / "patch" / "sitecustomize.py")
     commands = Commands(slurm, tmp_path)
 
     def submit(name, *overrides):
         # Rank 0 holds each attempt at a step, in which the others wait for it.
-        deaths = "TEST_DEATHS:'0@step4~ 0@step4~ 0@step6~'"
+        deaths = "TEST_DEATHS:'0@step1~ 0@step4~ 0@step6~'"
         env = f"{ENVIRONMENT},PYTHONPATH:'{tmp_path}/patch',WANDB_MODE:disabled,{deaths}"
         on = (*ON_SLURM[:-1], f"cluster.env={{{env}}}", "cluster.ranks_per_node=1")
         commands.train(f"name={name}", *on, "parallelism=fsdp", *WITNESSED, *LOSING, *overrides)
@@ -68,7 +71,7 @@ def test_jobs_outlive_their_nodes(slurm, tmp_path):
     assert facts_of(slurm, run)["Restarts"] == "0"
     log = (run / "slurm" / f"{job_of(run)}_0_log.out").read_text()
     assert [line.partition("; ")[2] for line in log.splitlines() if " lost: " in line] == [
-        "going on from step 2 on 3 nodes: dp_shard 3",
+        "going on from step 0 on 3 nodes: dp_shard 3",
         "going on from step 2 on 2 nodes: dp_shard 2",
         "going on from step 4 on 1 node: one rank",
     ], log
