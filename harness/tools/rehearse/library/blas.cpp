@@ -104,6 +104,14 @@ EXPORT cublasStatus_t cublasSdot(cublasHandle_t handle, int n, const float*, int
     return multiply(stream_of(handle), 1, 1, n, 1, CUDA_R_32F, CUDA_R_32F);
 }
 
+// A triangular system of k rows takes half the operations of a product with its matrix.
+EXPORT cublasStatus_t cublasStrsmBatched(
+    cublasHandle_t handle, cublasSideMode_t side, cublasFillMode_t, cublasOperation_t, cublasDiagType_t, int m, int n,
+    const float*, const float* const*, int, float* const*, int, int batch
+) {
+    return multiply(stream_of(handle), m, n, (side == CUBLAS_SIDE_LEFT ? m : n) / 2, batch, CUDA_R_32F, CUDA_R_32F);
+}
+
 // cuBLASLt: shapes are said by descriptors, which are opaque to the caller.
 
 namespace {
