@@ -388,6 +388,19 @@ class DeltaConfig:
     def value_width(self) -> int:
         return self.value_heads * self.value_head_dim
 
+    @property
+    def linears(self) -> dict[str, int]:
+        """Output widths of the linears of the input: queries, keys, values, gates, shares and decays."""
+        keys = self.key_width
+        values = self.value_width
+        heads = self.value_heads
+        return {"wq": keys, "wk": keys, "wv": values, "wz": values, "wb": heads, "wa": heads}
+
+    @property
+    def convolutions(self) -> dict[str, int]:
+        """Features of the convolutions."""
+        return {"conv_q": self.key_width, "conv_k": self.key_width, "conv_v": self.value_width}
+
     def validate(self) -> None:
         for name in ("key_heads", "value_heads", "key_head_dim", "value_head_dim"):
             value = getattr(self, name)

@@ -9,10 +9,9 @@ lengths, and the host knows none.
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from harness.model.delta import DeltaRule, DeltaSpec
+from harness.model.delta import DeltaRule
 from harness.model.kernels import AttentionSpec, Positions, SdpaKernel, capped, sees
 
 # B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a
@@ -122,10 +121,8 @@ def _stored(slots_BKSD: Tensor | None, x_BTKD: Tensor, slots: int, new: Slots) -
 class CachedDelta(DeltaRule):
     """Gated DeltaNet that stores its state and the last inputs of its convolutions; a token is a step."""
 
-    def __init__(self, spec: DeltaSpec) -> None:
-        super().__init__(spec)
-        self.state_BHDE: Tensor | None = None
-        self.inputs: tuple[Tensor | None, ...] = (None, None, None)
+    state_BHDE: Tensor | None = None
+    inputs_BWC: Tensor | None = None
 
     def forward(
         self,
@@ -136,35 +133,29 @@ class CachedDelta(DeltaRule):
         mask: Any,
     ) -> Tensor:
         """Compute the operation after the tokens so far; ``mask`` is the ``CachedPass``."""
-        if mask.prompts is None:
-            earlier = self.inputs
-            state_BHDE = self.state_BHDE
-        else:
-            earlier = (None, None, None)
+        x_BTC = torch.cat(streams, dim=-1)
+        width = self.spec.kernel - 1
+        state_BHDE = self.state_BHDE
+        before_BWC = self.inputs_BWC
+        last_B1 = torch.zeros_like(mask.last_B[:, None])
+        if mask.prompts is not None or before_BWC is None:
             state_BHDE = None
+            before_BWC = x_BTC.new_zeros(len(x_BTC), width, x_BTC.shape[2])
+            last_B1 = mask.last_B[:, None]
             # Padding after a prompt leaves the state as it is.
-            is_padding_BT1 = (mask.positions > mask.last_B[:, None]).unsqueeze(-1)
+            is_padding_BT1 = (mask.positions > last_B1).unsqueeze(-1)
             decay_BTH = decay_BTH.masked_fill(is_padding_BT1, 0)
             beta_BTH = beta_BTH.masked_fill(is_padding_BT1, 0)
+        earlier = before_BWC.split([each.shape[2] for each in streams], dim=-1)
         out_BTHE, state_BHDE = self.scan(
             streams, kernels, decay_BTH, beta_BTH, None, earlier, state_BHDE
         )
+        place_BW = last_B1 + torch.arange(1, width + 1, device=x_BTC.device)
+        inputs_BTC = torch.cat((before_BWC, x_BTC), dim=1)
+        last_BWC = inputs_BTC.take_along_dim(place_BW.unsqueeze(-1), 1)
         self.state_BHDE = _in_place(self.state_BHDE, state_BHDE)
-        self.inputs = tuple(
-            _in_place(held, self._last(x, before, mask))
-            for held, x, before in zip(self.inputs, streams, earlier, strict=True)
-        )
-        return out_BTHE.type_as(streams[0])
-
-    def _last(self, x_BTC: Tensor, before_BTC: Tensor | None, new: "CachedPass") -> Tensor:
-        """The last inputs of a convolution, as many as the next token needs."""
-        width = self.spec.kernel - 1
-        if before_BTC is not None:
-            return torch.cat((before_BTC, x_BTC), dim=1)[:, -width:]
-        place_BW1 = new.last_B[:, None, None] + torch.arange(
-            1, width + 1, device=x_BTC.device
-        ).unsqueeze(-1)
-        return F.pad(x_BTC, (0, 0, width, 0)).gather(1, place_BW1.expand(-1, -1, x_BTC.shape[2]))
+        self.inputs_BWC = _in_place(self.inputs_BWC, last_BWC)
+        return out_BTHE.type_as(x_BTC)
 
 
 def _in_place(held: Tensor | None, new: Tensor) -> Tensor:

@@ -5,14 +5,13 @@ with its own, and reads the state with its query. So the cost of a position does
 many are before it, and the state is all that later positions need of earlier ones.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.model import ModelConfig
+from harness.config.model import DeltaConfig, ModelConfig
 from harness.data.batch import PADDING
 from harness.model.accounting import DELTA_CHUNK
 from harness.model.grouped import local_shard
@@ -25,25 +24,10 @@ from harness.model.norm import Norm
 NORM_EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class DeltaSpec:
-    """The parameters of a layer's operation.
-
-    Attributes:
-        kernel: width of the convolutions.
-        key_width: width of a query or key head.
-        value_width: width of a value head.
-    """
-
-    kernel: int
-    key_width: int
-    value_width: int
-
-
 class DeltaRule(nn.Module):
     """The operation of the mixer: convolutions, then the gated delta rule, from an empty state."""
 
-    def __init__(self, spec: DeltaSpec) -> None:
+    def __init__(self, spec: DeltaConfig) -> None:
         super().__init__()
         self.spec = spec
 
@@ -96,7 +80,7 @@ class DeltaRule(nn.Module):
             state_BHDE: the state before the first position, None: zeros. It may be wider than values
                 (``delta_rule``).
         """
-        widths = self.spec.key_width, self.spec.key_width, self.spec.value_width
+        widths = self.spec.key_head_dim, self.spec.key_head_dim, self.spec.value_head_dim
         q, k, v = (
             convolved(x, kernel, earlier, documents_BT).unflatten(-1, (-1, width))
             for x, kernel, earlier, width in zip(streams, kernels, before, widths, strict=True)
@@ -196,14 +180,77 @@ def delta_rule(
     else:
         state = state_BHDE.unflatten(1, (K, groups))
         given = F.pad(given, (0, state.shape[-1] - v.shape[-1]))
-    outputs = []
-    chunks = (each.unbind(3) for each in (given, taken, seen, reading, writing, over_all))
-    for given_n, taken_n, seen_n, reading_n, writing_n, over_all_n in zip(*chunks, strict=True):
-        written = given_n - taken_n @ state
-        outputs.append(reading_n @ state + seen_n @ written)
-        state = state * over_all_n + writing_n @ written
-    out_BTKGE = torch.stack(outputs, 3).permute(0, 3, 4, 1, 2, 5).flatten(1, 2)
-    return out_BTKGE.flatten(2, 3)[:, :T], state.flatten(1, 2)
+    written, states = delta_scan(given, taken, writing, over_all, state, torch.zeros_like(over_all))
+    out = reading @ states[:, :, :, :-1] + seen @ written
+    out_BTKGE = out.permute(0, 3, 4, 1, 2, 5).flatten(1, 2)
+    return out_BTKGE.flatten(2, 3)[:, :T], states[:, :, :, -1].flatten(1, 2)
+
+
+@torch.library.custom_op("harness::delta_scan", mutates_args=())
+def delta_scan(
+    given: Tensor,
+    taken: Tensor,
+    writing: Tensor,
+    over_all: Tensor,
+    state: Tensor,
+    added: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Pass the state from chunk to chunk: all that is done one chunk after another.
+
+    It is an operator so that compiled code does not grow with the sequence. Tensors have the dimensions of
+    batch, key head, value head and chunk, then:
+
+    Args:
+        given: what a chunk's positions would write to an empty state, [L, E].
+        taken: factor of the state that is taken off it, [L, D].
+        writing: keys, decayed to the chunk's end, [D, L].
+        over_all: factor of the state over the chunk, [1, 1].
+        state: the state before the first chunk, without the dimension of chunks, [D, E].
+        added: what else a chunk adds to the state, [D, E] or [1, 1].
+
+    Returns:
+        What positions write, [L, E]; the states before all chunks and after the last, [D, E].
+    """
+    written = torch.empty_like(given)
+    states = [state]
+    for n in range(given.shape[3]):
+        written[:, :, :, n] = own = given[:, :, :, n] - taken[:, :, :, n] @ states[n]
+        kept = states[n] * over_all[:, :, :, n] + added[:, :, :, n]
+        states.append(kept + writing[:, :, :, n] @ own)
+    return written, torch.stack(states, 3)
+
+
+@delta_scan.register_fake
+def _(given: Tensor, *others: Tensor) -> Any:
+    state = others[3]
+    shape = *state.shape[:3], given.shape[3] + 1, *state.shape[3:]
+    return torch.empty_like(given), state.new_empty(shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[1:4], *output)
+
+
+def _differentiate(ctx: Any, grad_written: Tensor, grad_states: Tensor) -> Any:
+    """Gradients pass from chunk to chunk in the same way, from the last one to the first."""
+    taken, writing, over_all, written, states = ctx.saved_tensors
+    given = grad_written, -writing.mT, -taken.mT, over_all
+    reverse = [x.flip(3) for x in (*given, grad_states)]
+    scanned = delta_scan(*reverse[:4], grad_states[:, :, :, -1], reverse[4][:, :, :, 1:])
+    of_written, of_states = (x.flip(3) for x in scanned)
+    before = states[:, :, :, :-1]
+    after = of_states[:, :, :, 1:]
+    return (
+        of_written,
+        -of_written @ before.mT,
+        after @ written.mT,
+        (after * before).sum((-2, -1), keepdim=True),
+        of_states[:, :, :, 0],
+        None,
+    )
+
+
+delta_scan.register_autograd(_differentiate, setup_context=_save)
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -220,24 +267,26 @@ class GatedDeltaNet(nn.Module):
     ``inner`` is the operation; parallelism can replace it.
     """
 
+    wq: nn.Linear
+    wk: nn.Linear
+    wv: nn.Linear
+    wz: nn.Linear
+    wb: nn.Linear
+    wa: nn.Linear
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         of = config.delta
         dim = config.dim
-        self.wq = nn.Linear(dim, of.key_width, bias=False)
-        self.wk = nn.Linear(dim, of.key_width, bias=False)
-        self.wv = nn.Linear(dim, of.value_width, bias=False)
-        self.wz = nn.Linear(dim, of.value_width, bias=False)
-        self.wb = nn.Linear(dim, of.value_heads, bias=False)
-        self.wa = nn.Linear(dim, of.value_heads, bias=False)
-        self.conv_q = nn.Parameter(torch.empty(of.key_width, 1, of.kernel))
-        self.conv_k = nn.Parameter(torch.empty(of.key_width, 1, of.kernel))
-        self.conv_v = nn.Parameter(torch.empty(of.value_width, 1, of.kernel))
+        for name, outputs in of.linears.items():
+            self.add_module(name, nn.Linear(dim, outputs, bias=False))
+        for name, width in of.convolutions.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(width, 1, of.kernel)))
         self.a_log = nn.Parameter(torch.empty(of.value_heads))
         self.dt_bias = nn.Parameter(torch.empty(of.value_heads))
         self.norm = Norm(of.value_head_dim, eps=config.norm_eps)
         self.wo = nn.Linear(of.value_width, dim, bias=False)
-        self.inner = DeltaRule(DeltaSpec(of.kernel, of.key_head_dim, of.value_head_dim))
+        self.inner = DeltaRule(of)
 
     def forward(
         self,
@@ -248,8 +297,7 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Mix positions; arguments and result as in ``Attention``. Nothing is rotated."""
         streams = self.wq(x_BTC), self.wk(x_BTC), self.wv(x_BTC)
-        names = "conv_q", "conv_k", "conv_v"
-        kernels = tuple(local_shard(self, name).squeeze(1) for name in names)
+        kernels = tuple(local_shard(self, f"conv_{name}").squeeze(1) for name in "qkv")
         steps_BTH = _precise(self.wa(x_BTC)) + local_shard(self, "dt_bias")
         # Softplus: torch's own has a backward whose strides the compiler gets wrong (torch 2.13).
         steps_BTH = torch.logaddexp(steps_BTH, steps_BTH.new_zeros(()))

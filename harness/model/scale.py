@@ -198,10 +198,8 @@ def _shaped(model: ModelConfig, heads: int, n_layers: int) -> ModelConfig:
     for name in PROPORTIONAL:
         width = attrgetter(name)(model)
         multiple = 1 if name.endswith("heads") else WIDTH_MULTIPLE
+        if name == "delta.value_heads":
+            multiple = made.delta.key_heads
         if width:
             made = with_value(made, name, max(1, round(width * wider / multiple)) * multiple)
-    if model.has_delta:
-        of = model.delta
-        values = made.delta.key_heads * of.value_heads // of.key_heads
-        made = with_value(made, "delta.value_heads", values)
     return made

@@ -363,24 +363,20 @@ class PreNormBlock:
         of = self.config.delta
         at = f"{self.prefix}delta"
         dim = self.config.dim
-        keys = of.key_width
-        values = of.value_width
-        heads = of.value_heads
         convolution = Init((3 * of.kernel) ** -0.5)
         own = [
-            TensorSpec(f"{at}.conv_{name}", at, (width, 1, of.kernel), Split.HEADS, convolution)
-            for name, width in (("q", keys), ("k", keys), ("v", values))
+            TensorSpec(f"{at}.{name}", at, (width, 1, of.kernel), Split.HEADS, convolution)
+            for name, width in of.convolutions.items()
         ]
-        own.append(TensorSpec(f"{at}.a_log", at, (heads,), Split.HEADS, DECAYS))
-        own.append(TensorSpec(f"{at}.dt_bias", at, (heads,), Split.HEADS, STEPS))
+        for name, init in (("a_log", DECAYS), ("dt_bias", STEPS)):
+            own.append(TensorSpec(f"{at}.{name}", at, (of.value_heads,), Split.HEADS, init))
         yield ModuleSpec(at, Split.REGION, tuple(own))
-        widths = {"wq": keys, "wk": keys, "wv": values, "wz": values, "wb": heads, "wa": heads}
-        for name, outputs in widths.items():
+        for name, outputs in of.linears.items():
             yield linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init)
         # Zero-centred in no model.
         norm = replace(self.config, norm_zero_centred=False)
         yield _norm(norm, f"{at}.norm", of.value_head_dim, Split.HEAD_NORM)
-        yield linear(f"{at}.wo", dim, values, Split.ROW, self.deep)
+        yield linear(f"{at}.wo", dim, of.value_width, Split.ROW, self.deep)
 
     def _feed_forward(
         self, at: str, hidden: int, region: Split = Split.REGION

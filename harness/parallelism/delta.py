@@ -65,8 +65,8 @@ class FragmentedDelta(DeltaRule):
     ) -> Tensor:
         of_fragments = tuple(map(self._cut, streams))
         before = self._inputs_before(of_fragments)
-        E = self.spec.value_width
-        D = self.spec.key_width
+        E = self.spec.value_head_dim
+        D = self.spec.key_head_dim
         M = len(of_fragments[0])
         identity_DS = F.pad(torch.eye(D, device=decay_BTH.device, dtype=decay_BTH.dtype), (E, 0))
         start_MHDS = identity_DS.expand(M, decay_BTH.shape[2], -1, -1)
@@ -92,7 +92,7 @@ class FragmentedDelta(DeltaRule):
 
     def _states_before(self, last_MHDS: Tensor) -> Tensor:
         """The states before this rank's fragments."""
-        widths = [self.spec.value_width, self.spec.key_width]
+        widths = [self.spec.value_head_dim, self.spec.key_head_dim]
         made_BNHDE, factor_BNHDD = self._of_all(last_MHDS).split(widths, dim=-1)
         states = [torch.zeros_like(made_BNHDE[:, 0])]
         for number in range(made_BNHDE.shape[1] - 1):

@@ -4,15 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.config.model import DeltaConfig
 from harness.config.parallelism import ParallelismConfig
-from harness.model.delta import DeltaRule, DeltaSpec
+from harness.model.delta import DeltaRule
 from harness.model.kernels import Positions
 from harness.parallelism.context import local_positions
 from harness.parallelism.delta import FragmentedDelta
 
 # More than a chunk, and not a multiple of it.
 B, T, K, H, D, E, W = 2, 144, 2, 4, 8, 6, 4
-SPEC = DeltaSpec(W, D, E)
+SPEC = DeltaConfig(K, H, D, E, W)
 # A document ends in a fragment, at its end, in the halo of a convolution; the second row ends with padding.
 DOCUMENTS = torch.tensor(
     [[0] * 17 + [1] * 19 + [2] * 2 + [3] * 106, [0] * 71 + [1] * 42 + [-1] * 31]

@@ -295,8 +295,9 @@ def _delta(config: ModelConfig, layer: int) -> PartActivations:
         precise("delta.q, k, v of chunks", streams),
         precise("delta.products of keys and queries with keys", 2 * by_key),
         precise("delta.decays between positions, system, scores", 4 * squares),
-        precise("delta.solutions, written values", 2 * values + read),
+        precise("delta.solutions", values + read),
         precise("delta.keys that write, queries that read", 2 * read),
+        precise("delta.written", values),
         precise("delta.states", read * of.value_head_dim / DELTA_CHUNK),
         *norm_activations(
             replace(config, norm_zero_centred=False), "delta.norm", of.value_head_dim, INNER, heads
