@@ -388,6 +388,14 @@ def layer_types(
     return ConfigField("layer_types", types, ours, default=default, to_ours=to_ours)
 
 
+def global_layers(found: Mapping[str, Any], every: int) -> list[str]:
+    """Default of ``layer_types`` if every n-th layer attends to all tokens, and others within a window."""
+    return [
+        "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
+        for layer in layers_in(found)
+    ]
+
+
 def window_field(model: ModelConfig, default: int | None) -> ConfigField:
     """The field of the window within which layers attend."""
     window = model.attention.window

@@ -20,8 +20,8 @@ from harness.weights.families.core import (
     both_biases,
     common,
     fixed,
+    global_layers,
     layer_types,
-    layers_in,
     own_local_rotation,
     same_fields,
     window_field,
@@ -93,21 +93,15 @@ def _gemma(
 
 def _gemma2(model: ModelConfig) -> list[ConfigField]:
     sizes = {"vocab_size": 256000, "max_position_embeddings": 8192}
-    return _gemma(model, _alternating, (50.0, 30.0), **sizes)
+    return _gemma(model, lambda found: global_layers(found, 2), (50.0, 30.0), **sizes)
 
 
 def _gemma3(model: ModelConfig) -> list[ConfigField]:
     return _gemma(model, _gemma3_layers, (None, None))
 
 
-def _alternating(found: Mapping[str, Any]) -> list[str]:
-    return [("sliding_attention", "full_attention")[layer % 2] for layer in layers_in(found)]
-
-
 def _gemma3_layers(found: Mapping[str, Any]) -> list[str]:
-    every = found.get("sliding_window_pattern") or 6
-    kinds = ("sliding_attention", "full_attention")
-    return [kinds[(layer + 1) % every == 0] for layer in layers_in(found)]
+    return global_layers(found, found.get("sliding_window_pattern") or 6)
 
 
 def _scale(model: ModelConfig) -> float:

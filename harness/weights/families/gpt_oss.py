@@ -3,9 +3,6 @@
 Released weights of experts are in MXFP4, which ``harness.weights.hf_tensors`` dequantizes.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from harness.config.model import ModelConfig
 from harness.weights.families.core import (
     ATTENTION,
@@ -15,8 +12,8 @@ from harness.weights.families.core import (
     TensorSlot,
     common,
     fixed,
+    global_layers,
     layer_types,
-    layers_in,
     same_fields,
     window_field,
 )
@@ -43,15 +40,13 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
         ConfigField("num_local_experts", moe.num_experts, "moe.num_experts", alias="num_experts"),
         ConfigField("num_experts_per_tok", moe.top_k, "moe.top_k", alias="experts_per_token"),
         window_field(model, 128),
-        layer_types(model, "sliding_attention", "sliding_window", _alternating),
+        layer_types(
+            model, "sliding_attention", "sliding_window", lambda found: global_layers(found, 2)
+        ),
         fixed("attention_bias", True),
         fixed("swiglu_alpha", _ALPHA),
         fixed("swiglu_limit", _LIMIT),
     ]
-
-
-def _alternating(found: Mapping[str, Any]) -> list[str]:
-    return [("sliding_attention", "full_attention")[i % 2] for i in layers_in(found)]
 
 
 GPT_OSS = Family(

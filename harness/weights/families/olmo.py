@@ -1,8 +1,5 @@
 """OLMo 2 and 3; fields as transformers' models/olmo2 and olmo3 have them."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from harness.config.model import ModelConfig
 from harness.weights.families.core import (
     ATTENTION,
@@ -13,9 +10,9 @@ from harness.weights.families.core import (
     attention_biases,
     both_biases,
     common,
+    global_layers,
     head_width,
     layer_types,
-    layers_in,
     own_local_rotation,
     same_fields,
     window_field,
@@ -46,13 +43,10 @@ def _olmo3(model: ModelConfig) -> list[ConfigField]:
     return [
         *_olmo2(model),
         window_field(model, 4096),
-        layer_types(model, "sliding_attention", "sliding_window", _every_fourth_is_global),
+        layer_types(
+            model, "sliding_attention", "sliding_window", lambda found: global_layers(found, 4)
+        ),
     ]
-
-
-def _every_fourth_is_global(found: Mapping[str, Any]) -> list[str]:
-    kinds = ("sliding_attention", "full_attention")
-    return [kinds[(layer + 1) % 4 == 0] for layer in layers_in(found)]
 
 
 def _refuse_olmo3(model: ModelConfig) -> None:
