@@ -30,7 +30,7 @@ from harness.data.tokenizer import build_tokenizer
 from harness.model.architecture import architecture_of
 from harness.model.decoder import Decoder
 from harness.model.moe import Routing
-from harness.model.spec import BALANCE_BIAS
+from harness.model.spec import BALANCE_BIAS, ZEROS, tensors
 from harness.optimizer.build import EMA
 from harness.parallelism.context import local_positions, positions_by_documents
 from harness.precision.swap import plain
@@ -155,6 +155,10 @@ def update(engine: Engine, outcome: StepOutcome) -> dict[str, float]:
         found |= {
             f"{NORM_OF}the {what} of {n}": value for n, value in zip(norms.names, row, strict=True)
         }
+    # A weight that begins with zeros is the sum of its updates, which are as exact as gradients.
+    for name, tensor in tensors(engine.job.model).items():
+        if tensor.init == ZEROS:
+            found.pop(f"{NORM_OF}the weight of {name}", None)
     return found
 
 
