@@ -29,26 +29,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of tokens. They go down with every deletion.
 BUDGETS = {
-    "util": 7_800,
-    "config": 34_500,
+    "util": 7_700,
+    "config": 33_200,
     "data": 30_600,
-    "model": 26_000,
-    "metrics": 7_700,
+    "model": 26_100,
+    "metrics": 7_150,
     "run": 3_720,
-    "precision": 3_370,
-    "parallelism": 24_500,
-    "optimizer": 9_800,
+    "precision": 3_330,
+    "parallelism": 22_600,
+    "optimizer": 9_600,
     "checkpoint": 13_850,
     "weights": 24_000,
-    "train": 28_000,
+    "train": 28_100,
     "compose": 18_000,
-    "launch": 31_300,
-    "tools": 96_000,
+    "launch": 31_600,
+    "tools": 98_200,
     "contrib": 3_380,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 366_000
-TESTS_AT_MOST = 276_000
+HARNESS_AT_MOST = 362_500
+TESTS_AT_MOST = 270_300
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
