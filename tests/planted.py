@@ -360,7 +360,9 @@ def normalizer_of_own_vocabulary():
     return patch.object(
         loss,
         "_cross_entropy",
-        lambda logits, labels, scale, group, z_loss: original(logits, labels, scale, None, z_loss),
+        lambda logits, labels, scale, group, **others: original(
+            logits, labels, scale, None, **others
+        ),
     )
 
 
