@@ -32,7 +32,7 @@ BUDGETS = {
     "util": 7_700,
     "config": 33_200,
     "data": 30_600,
-    "model": 26_100,
+    "model": 26_300,
     "metrics": 7_150,
     "run": 3_720,
     "precision": 3_330,
@@ -47,7 +47,7 @@ BUDGETS = {
     "contrib": 3_380,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 362_500
+HARNESS_AT_MOST = 362_600
 TESTS_AT_MOST = 270_300
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.

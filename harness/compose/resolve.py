@@ -266,6 +266,30 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             varlen,
         ),
         (
+            "training.delta_rule",
+            not job.model.has_delta,
+            "is of layers of Gated DeltaNet, and model.layer_kinds has none",
+            "plain",
+        ),
+        (
+            "training.delta_rule",
+            on_cpu,
+            "has kernels of GPUs, and the ranks compute on CPUs",
+            "plain",
+        ),
+        (
+            "training.delta_rule",
+            not job.data.attend_across_documents,
+            "lets states reach into other documents",
+            "plain, or data.attend_across_documents=true",
+        ),
+        (
+            "training.delta_rule",
+            job.compile.blocks,
+            "has functions that the compiler does not enter, and blocks are compiled as one graph",
+            "plain, or compile=off",
+        ),
+        (
             "compile.mode",
             on_cpu,
             "tunes kernels of GPUs, and the ranks compute on CPUs",

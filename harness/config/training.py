@@ -172,6 +172,7 @@ ATTENTION: Registry[Any] = Registry(
 )
 """Backends of the attention operation."""
 FLASH = ("default", "FA3", "FA4")
+DELTA_RULES = ("plain", "fla")
 OBSERVERS: Registry[Any] = Registry(
     "observer",
     {
@@ -238,6 +239,10 @@ class TrainingConfig:
     flash: str = added_execution("default", choices=FLASH)
     """Flash attention of sdpa, varlen and the ring: torch's (default; sdpa prefers cuDNN's); FA3, of package
     flash_attn_interface, for Hopper; or FA4, of flash_attn.cute, for Hopper and Blackwell."""
+    delta_rule: str = added_execution("plain", choices=DELTA_RULES)
+    """The operation of layers of Gated DeltaNet: ``plain`` torch, in float32; or ``fla``, kernels of package
+    flash-linear-attention, for GPUs. Both compute the same; fla keeps values in the 16-bit format of the
+    precision, does not know documents and is not compiled."""
     objective_options: dict[str, Any] = added_numerics(factory=dict)
     """Options of the objective, for an architecture that another package has added."""
     gc_interval: int = execution(50, least=0)

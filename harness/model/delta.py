@@ -5,6 +5,7 @@ with its own, and reads the state with its query. So the cost of a position does
 many are before it, and the state is all that later positions need of earlier ones.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from harness.model.accounting import DELTA_CHUNK
 from harness.model.grouped import local_shard
 from harness.model.kernels import Positions
 from harness.model.norm import Norm
+from harness.util.errors import ConfigError
 
 # B: batch, T: sequence, C: features, W: width of a convolution, K: key heads, G: value heads of a key
 # head, H: value heads (K x G), D: width of keys, E: width of values, N: chunks, L: length of a chunk
@@ -30,6 +32,7 @@ class DeltaRule(nn.Module):
     def __init__(self, spec: DeltaConfig) -> None:
         super().__init__()
         self.spec = spec
+        self.rule = delta_rule
 
     def mask(self, positions: Positions) -> Any | None:
         """What ``forward`` has to know of documents: their numbers, [B, W - 1 + T]; None: they are one.
@@ -87,7 +90,7 @@ class DeltaRule(nn.Module):
         )
         if documents_BT is not None:
             documents_BT = documents_BT[:, self.spec.kernel - 2 :]
-        return delta_rule(q, k, v, decay_BTH, beta_BTH, state_BHDE, documents_BT)
+        return self.rule(q, k, v, decay_BTH, beta_BTH, state_BHDE, documents_BT)
 
 
 def convolved(
@@ -184,6 +187,45 @@ def delta_rule(
     out = reading @ states[:, :, :, :-1] + seen @ written
     out_BTKGE = out.permute(0, 3, 4, 1, 2, 5).flatten(1, 2)
     return out_BTKGE.flatten(2, 3)[:, :T], states[:, :, :, -1].flatten(1, 2)
+
+
+def fla_rule(
+    q_BTKD: Tensor,
+    k_BTKD: Tensor,
+    v_BTHE: Tensor,
+    decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHDE: Tensor | None = None,
+    documents_BT: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``delta_rule`` by the kernels of flash-linear-attention, which know no documents.
+
+    Products take values in their own dtype. Written for its version 0.6.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    assert documents_BT is None, "training.delta_rule=fla is refused with documents"
+    if state_BHDE is not None:
+        v_BTHE = F.pad(v_BTHE, (0, state_BHDE.shape[-1] - v_BTHE.shape[-1]))
+    out_BTHE, last_BHDE = chunk_gated_delta_rule(
+        q_BTKD,
+        k_BTKD,
+        v_BTHE,
+        g=decay_BTH,
+        beta=beta_BTH,
+        initial_state=state_BHDE,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return _precise(out_BTHE), last_BHDE
+
+
+def require_fla() -> None:
+    """Raise ConfigError where the package of ``fla_rule`` is missing."""
+    if importlib.util.find_spec("fla") is None:
+        works = "plain, or pip install flash-linear-attention"
+        rule = "needs the package flash-linear-attention, which is not installed"
+        raise ConfigError("training.delta_rule", "fla", rule, works)
 
 
 @torch.library.custom_op("harness::delta_scan", mutates_args=())

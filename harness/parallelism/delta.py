@@ -40,6 +40,7 @@ class FragmentedDelta(DeltaRule):
         self, inner: DeltaRule, group: dist.ProcessGroup, layout: ParallelismConfig
     ) -> None:
         super().__init__(inner.spec)
+        self.rule = inner.rule
         self.group = group
         self.layout = layout
         # Of sequences with one position in each fragment.

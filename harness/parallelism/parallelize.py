@@ -8,6 +8,7 @@ from harness.config.job import Job
 from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.training import ATTENTION
 from harness.model.architecture import architecture_of
+from harness.model.delta import fla_rule, require_fla
 from harness.model.kernels import use_flash
 from harness.model.part import ModelPart
 from harness.parallelism.activation_checkpoint import (
@@ -84,6 +85,10 @@ def build_on_meta(
         # Experts right after tensor parallel, which determines how their input is split.
         apply_expert_parallel(part, mesh, layout, plain=plain)
         part.use_kernel(ATTENTION[job.training.attention])
+        if job.training.delta_rule == "fla":
+            require_fla()
+            for module in part.scans:
+                module.inner.rule = fla_rule
         # Context parallel after the kernel is chosen: it replaces or wraps the kernel.
         if layout.cp > 1:
             apply_context_parallel(part, mesh, layout)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from harness.config.model import DeltaConfig
 from harness.config.parallelism import ParallelismConfig
-from harness.model.delta import DeltaRule
+from harness.model.delta import DeltaRule, delta_rule, fla_rule
 from harness.model.kernels import Positions
 from harness.parallelism.context import local_positions
 from harness.parallelism.delta import FragmentedDelta
@@ -82,3 +82,21 @@ def test_documents_are_sequences_of_their_own():
             out = rule(tuple(alone[:3]), tuple(alone[3:6]), *alone[6:], None)
             torch.testing.assert_close(found[row, own], out[0], rtol=1e-12, atol=1e-12)
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.gpu
+def test_fla_computes_the_same():
+    """With a state before the first position that is wider than values, as context parallel has it."""
+    pytest.importorskip("fla")
+    tensors = [x.float().cuda() for x in inputs()]
+    q, k, v = (x.unflatten(-1, (-1, w)) for x, w in zip(tensors[:3], (D, D, E), strict=True))
+    state = torch.randn(B, H, D, E + D, device="cuda")
+    found = []
+    for rule in (delta_rule, fla_rule):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, *tensors[6:], state)]
+        out, last = rule(*leaves)
+        (out.square().sum() + last.square().sum()).backward()
+        found.append([out, last, *(x.grad for x in leaves)])
+    for one, other in zip(*found, strict=True):
+        # Its products are rounded to TF32.
+        assert (one - other).norm() < 1e-2 * one.norm()

@@ -112,10 +112,12 @@ def _notes(job: Job, imbalance: float | None) -> list[str]:
         notes.append("assumes attention across documents")
     if len(job.sizes.phases) > 1:
         notes.append("speed and memory are those of the full batch size and sequence length")
-    if job.model.has_delta:
+    if job.model.has_delta and job.training.delta_rule == "plain":
         notes.append(
             "time assumes a kernel of Gated DeltaNet; here it is plain torch, many launches of the host"
         )
+    elif job.model.has_delta:
+        notes.append("memory counts what Gated DeltaNet saves in plain torch, not in fla's kernels")
     if job.parallelism.cpu_offload:
         notes.append(
             "the time of copies from and to the host, and of the update there, is not counted"
