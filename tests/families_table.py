@@ -119,6 +119,7 @@ gpt_oss: [gpt_oss_debug, {}]
 gpt_oss_truncated: [gpt_oss_debug, {rope__truncate: true, attention__global_every_nth_layer: 3}]
 qwen3_next: [qwen3_next_debug, {}]
 qwen3_5: [qwen3_next_debug, {family: qwen3_5, moe__num_experts: 0, delta__key_heads: 2}]
+qwen3_5_moe: [qwen3_next_debug, {family: qwen3_5_moe, delta__key_heads: 2}]
 qwen3_next_other:
     [qwen3_next_debug, {n_layers: 3, layer_kinds: [full, delta, delta], delta__key_heads: 4, delta__kernel: 2,
     moe__normalize_scores: false, moe__first_dense_layers: 1, rope__rotated_fraction: 0.5}]

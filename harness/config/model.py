@@ -525,6 +525,7 @@ FAMILIES: Registry[Any] = Registry(
         "smollm3": f"{_FILES}.smollm3:SMOLLM3",
         "qwen3_next": f"{_FILES}.qwen3_next:QWEN3_NEXT",
         "qwen3_5": f"{_FILES}.qwen3_next:QWEN3_5",
+        "qwen3_5_moe": f"{_FILES}.qwen3_next:QWEN3_5_MOE",
     },
     field="model.family",
     expects=f"{_FILES}.core:Family",

@@ -117,8 +117,8 @@ class Attention(nn.Module):
             q_BTHD = q_BTHD * self._temperatures(positions_T)[..., None, None].type_as(q_BTHD)
         sinks_H = None if self.sinks is None else local_shard(self, "sinks")
         out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask, sinks_H)
-        for gate_BTHD in gate:
-            out_BTHD = out_BTHD * gate_BTHD.sigmoid()
+        if gate:
+            out_BTHD = out_BTHD * gate[0].sigmoid()
         return self.wo(out_BTHD.reshape(B, T, -1))
 
     def _temperatures(self, positions_T: Tensor) -> Tensor:

@@ -164,12 +164,14 @@ def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Rea
     if slot.within is not None:
         wanted[-1] = slice(wanted[-1].start + slot.within[0], wanted[-1].stop + slot.within[0])
     if slot.half is not None:
-        start = wanted[-1].start
-        stop = wanted[-1].stop
-        offset = slot.half * shape[-2 if slot.transposed else -1]
-        wanted[-1] = slice(start + offset, stop + offset)
+        halved = slot.half_of
+        start = wanted[halved].start
+        stop = wanted[halved].stop
+        # The last two dimensions are -1 and -2.
+        offset = slot.half * shape[-3 - halved if slot.transposed else halved]
+        wanted[halved] = slice(start + offset, stop + offset)
         if slot.interleaved:
-            wanted[-1] = slice(2 * start + slot.half, 2 * stop, 2)
+            wanted[halved] = slice(2 * start + slot.half, 2 * stop, 2)
     found = read(piece.theirs, tuple(wanted))
     return found.transpose(-1, -2) if slot.transposed else found
 

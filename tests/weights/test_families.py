@@ -95,7 +95,8 @@ def as_stored(theirs, family=""):
     stored = {}
     for name, tensor in theirs.items():
         prefix, _, last = name.rpartition("mlp.experts.")
-        if not prefix or tensor.ndim != 3 or f"{prefix}mlp.router.weight" in theirs:
+        stays = tensor.ndim != 3 or f"{prefix}mlp.router.weight" in theirs
+        if not prefix or stays or family == "qwen3_5_moe":
             stored[name] = tensor
             continue
         for expert, own in enumerate(tensor):
@@ -206,6 +207,7 @@ FEW = (
         "glm4",
         "glm4_moe",
         "phi3",
+        "qwen3_5_moe",
     ),
 )
 ROWS = [*((case, torch.bfloat16) for case in FEW), ("llama", torch.float32)]
@@ -335,8 +337,9 @@ def test_the_text_model_of_a_multimodal_file(tmp_path):
     require_same(HuggingFaceSource(tmp_path, model), tensors)
 
 
-def test_the_text_model_inside_of_another_model(tmp_path):
-    model, tensors, stored, file = written(tmp_path, "qwen3_5")
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_model_inside_of_another_model(case, tmp_path):
+    model, tensors, stored, file = written(tmp_path, case)
     inside = {name.replace("model.", "model.language_model.", 1): t for name, t in stored.items()}
     others = {
         "model.visual.patch_embed.proj.bias": torch.zeros(3),
@@ -347,7 +350,8 @@ def test_the_text_model_inside_of_another_model(tmp_path):
 
     def nested(own):
         rope = {**own["rope_parameters"], **sections}
-        return {"model_type": "qwen3_5", "text_config": {**own, "rope_parameters": rope}}
+        more = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
+        return {"model_type": case, "text_config": {**own, **more, "rope_parameters": rope}}
 
     change_config(tmp_path, nested)
     require_same(HuggingFaceSource(tmp_path, model), tensors)

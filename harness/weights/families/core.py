@@ -40,7 +40,8 @@ class TensorSlot:
     """The location of our values in one of their tensors."""
 
     name: str  # in a block; with "{expert}" in it, each expert has a tensor
-    half: int | None = None  # which half of the last dimension; None: all of it
+    half: int | None = None  # which half of a dimension; None: all of it
+    half_of: int = -1  # that dimension of theirs: the last, or the one before it
     interleaved: bool = False  # the halves alternate; else they are concatenated
     transposed: bool = False  # the last two dimensions are swapped
     within: tuple[int, int] | None = None
@@ -121,7 +122,10 @@ class TensorMapping:
         rows = self.slot.rows
         if rows is not None:
             return (shape[0] // rows.length * rows.period, *shape[1:])
-        return shape if self.slot.half is None else (*shape[:-1], 2 * shape[-1])
+        if self.slot.half is not None:
+            halved = len(shape) + self.slot.half_of
+            return (*shape[:halved], 2 * shape[halved], *shape[halved + 1 :])
+        return shape
 
 
 PER_EXPERT: Names = {

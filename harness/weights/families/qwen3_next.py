@@ -1,6 +1,7 @@
 """Qwen3-Next and the text of Qwen 3.5: Gated DeltaNet in three of four layers.
 
-Fields are those of transformers' models/qwen3_next and qwen3_5.
+Fields are those of transformers' models/qwen3_next, qwen3_5 and qwen3_5_moe. Experts of Qwen 3.5 are
+stacked, as in the released files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,6 @@ def _hybrid(model: ModelConfig) -> list[ConfigField]:
     kinds = ["delta" if model.is_delta(layer) else "full" for layer in range(model.n_layers)]
     return [
         *common(model, head_dim=256),
-        *same_fields(model, {"intermediate_size": "ffn_hidden_dim"}),
         *attention_biases(model),
         *same_fields(model, _DELTA, **_DELTA_DEFAULTS),
         ConfigField(
@@ -63,13 +63,40 @@ def _hybrid(model: ModelConfig) -> list[ConfigField]:
     ]
 
 
+_DENSE_WIDTH = {"intermediate_size": "ffn_hidden_dim"}
+_SHARED_WIDTH = {"shared_expert_intermediate_size": "moe.shared_hidden_dim"}
+
+
 def _qwen3_next(model: ModelConfig) -> list[ConfigField]:
-    shared = {"shared_expert_intermediate_size": "moe.shared_hidden_dim"}
     return [
         *_hybrid(model),
-        *same_fields(model, shared, shared_expert_intermediate_size=512),
+        *same_fields(model, _DENSE_WIDTH),
+        *same_fields(model, _SHARED_WIDTH, shared_expert_intermediate_size=512),
         *mixture_fields(model, norm_topk_prob=True),
     ]
+
+
+def _qwen3_5(model: ModelConfig) -> list[ConfigField]:
+    return [*_hybrid(model), *same_fields(model, _DENSE_WIDTH)]
+
+
+_MIXTURE = {
+    **_SHARED_WIDTH,
+    "num_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+    "moe_intermediate_size": "moe.hidden_dim",
+}
+# Qwen3_5MoeTextConfig's.
+_MIXTURE_DEFAULTS = {
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+}
+
+
+def _qwen3_5_moe(model: ModelConfig) -> list[ConfigField]:
+    return [*_hybrid(model), *same_fields(model, _MIXTURE, **_MIXTURE_DEFAULTS)]
 
 
 def _types_by_interval(found: Mapping[str, Any]) -> list[str]:
@@ -154,8 +181,33 @@ _REQUIRES: dict[str, object] = {
     "attention.output_gate": True,
     "norm_zero_centred": True,
 }
-# layer_types follow from the first, if they are not there.
-_HARMLESS = ("full_attention_interval", "use_sliding_window")
+# layer_types follow from the first, if they are not there. transformers reads none of the others: layers of
+# Gated DeltaNet compute in float32 here, and multi-token prediction is ignored.
+_HARMLESS = (
+    "full_attention_interval",
+    "use_sliding_window",
+    "mamba_ssm_dtype",
+    "mtp_num_hidden_layers",
+)
+
+
+_ROUTED: Names = {
+    **projections("moe.shared_experts", "mlp.shared_expert"),
+    "moe.router": "mlp.gate",
+    "moe.shared_experts.gate": "mlp.shared_expert_gate",
+}
+_BY_STREAM: Names = {
+    **_NAMES,
+    "delta.wz": "linear_attn.in_proj_z",
+    "delta.wb": "linear_attn.in_proj_b",
+    "delta.wa": "linear_attn.in_proj_a",
+}
+_FUSED = "mlp.experts.gate_up_proj"
+_STACKED: Names = {
+    "moe.experts.w1": TensorSlot(_FUSED, half=0, half_of=-2),
+    "moe.experts.w3": TensorSlot(_FUSED, half=1, half_of=-2),
+    "moe.experts.w2": TensorSlot("mlp.experts.down_proj"),
+}
 
 
 def _ignored(_model: ModelConfig) -> tuple[str, ...]:
@@ -167,10 +219,7 @@ QWEN3_NEXT = Family(
     name="qwen3_next",
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    names=_NAMES
-    | PER_EXPERT
-    | projections("moe.shared_experts", "mlp.shared_expert")
-    | {"moe.router": "mlp.gate", "moe.shared_experts.gate": "mlp.shared_expert_gate"},
+    names=_NAMES | PER_EXPERT | _ROUTED,
     slots=_slots_by_head,
     config_fields=_qwen3_next,
     requires={**_REQUIRES, "moe.shared_gate": True},
@@ -185,18 +234,31 @@ QWEN3_5 = Family(
     name="qwen3_5",
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    names=_NAMES
-    | {
-        "delta.wz": "linear_attn.in_proj_z",
-        "delta.wb": "linear_attn.in_proj_b",
-        "delta.wa": "linear_attn.in_proj_a",
-    },
+    names=_BY_STREAM,
     slots=_slots_by_stream,
-    config_fields=_hybrid,
+    config_fields=_qwen3_5,
     requires=_REQUIRES,
     refuse=both_biases,
     rotated_fraction=0.25,
     harmless=_HARMLESS,
     nested=Nested("qwen3_5", "text_config", "language_model.", ("model.visual.",)),
     ignored=_ignored,
+)
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe",
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    names=_BY_STREAM | _ROUTED | _STACKED,
+    slots=_slots_by_stream,
+    config_fields=_qwen3_5_moe,
+    requires={**_REQUIRES, "moe.shared_gate": True, "moe.normalize_scores": True},
+    refuse=both_biases,
+    is_mixture=True,
+    kept=("ffn_hidden_dim",),  # all blocks have experts
+    assumed=lambda model: {"ffn_hidden_dim": model.moe.hidden_dim},
+    rotated_fraction=0.25,
+    harmless=_HARMLESS,
+    nested=Nested("qwen3_5_moe", "text_config", "language_model.", ("model.visual.",)),
+    ignored=_ignored,
+    trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
 )
