@@ -47,8 +47,8 @@ BUDGETS = {
     "contrib": 3_380,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 363_000
-TESTS_AT_MOST = 270_300
+HARNESS_AT_MOST = 366_000
+TESTS_AT_MOST = 271_500
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {

@@ -285,6 +285,12 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
         ),
         (
             "training.delta_rule",
+            job.model.delta.by_channel,
+            "has one decay per head, and model.delta.decay is channel",
+            "plain",
+        ),
+        (
+            "training.delta_rule",
             job.compile.blocks,
             "has functions that the compiler does not enter, and blocks are compiled as one graph",
             "plain, or compile=off",

@@ -355,6 +355,7 @@ class MoEConfig:
 
 
 LAYER_KINDS = ("full", "delta")
+DECAYS = ("head", "channel")
 
 
 def _has_delta(kinds: list[str] | None) -> bool:
@@ -379,6 +380,10 @@ class DeltaConfig:
     """Width of a value head."""
     kernel: int = added_numerics(4, least=2, needs=DELTA)
     """Width of the convolutions of queries, keys and values, in positions."""
+    decay: str = added_numerics("head", choices=DECAYS, needs=DELTA)
+    """What decays by itself: the state of each ``head``, or each ``channel`` of its keys: Kimi Delta
+    Attention (arXiv:2510.26692). Then decays, and the gates of outputs, which are sigmoids, come through
+    latents as wide as a head."""
 
     @property
     def key_width(self) -> int:
@@ -389,12 +394,30 @@ class DeltaConfig:
         return self.value_heads * self.value_head_dim
 
     @property
-    def linears(self) -> dict[str, int]:
-        """Output widths of the linears of the input: queries, keys, values, gates, shares and decays."""
-        keys = self.key_width
-        values = self.value_width
-        heads = self.value_heads
-        return {"wq": keys, "wk": keys, "wv": values, "wz": values, "wb": heads, "wa": heads}
+    def by_channel(self) -> bool:
+        return self.decay == "channel"
+
+    @property
+    def decays(self) -> int:
+        """Number of decays at a position."""
+        return self.key_width if self.by_channel else self.value_heads
+
+    def linears(self, dim: int) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the linears to queries, keys, values, gates, shares and decays."""
+        linears = {
+            "wq": (self.key_width, dim),
+            "wk": (self.key_width, dim),
+            "wv": (self.value_width, dim),
+            "wz": (self.value_width, dim),
+            "wb": (self.value_heads, dim),
+            "wa": (self.decays, dim),
+        }
+        if self.by_channel:
+            linears["wz_a"] = (self.value_head_dim, dim)
+            linears["wz"] = (self.value_width, self.value_head_dim)
+            linears["wa_a"] = (self.key_head_dim, dim)
+            linears["wa"] = (self.key_width, self.key_head_dim)
+        return linears
 
     @property
     def convolutions(self) -> dict[str, int]:
@@ -412,6 +435,11 @@ class DeltaConfig:
             rule = f"must divide model.delta.value_heads={self.value_heads}"
             raise ConfigError(
                 "model.delta.key_heads", self.key_heads, rule, divisors(self.value_heads)
+            )
+        if self.by_channel and self.key_heads != self.value_heads:
+            rule = f"states decay by their own keys: it must be model.delta.value_heads={self.value_heads}"
+            raise ConfigError(
+                "model.delta.key_heads", self.key_heads, rule, f"{self.value_heads}, or decay=head"
             )
 
 

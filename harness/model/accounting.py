@@ -8,6 +8,8 @@ from harness.model.spec import tensors
 
 DELTA_CHUNK = 64
 """Positions that Gated DeltaNet computes at once; the state is passed from chunk to chunk."""
+DELTA_ROWS = 16
+"""Positions of a chunk whose products with each other are computed at once if channels have decays."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class CachedDelta(DeltaRule):
         self,
         streams: tuple[Tensor, ...],
         kernels: tuple[Tensor, ...],
-        decay_BTH: Tensor,
+        decay_BTHR: Tensor,
         beta_BTH: Tensor,
         mask: Any,
     ) -> Tensor:
@@ -144,11 +144,11 @@ class CachedDelta(DeltaRule):
             last_B1 = mask.last_B[:, None]
             # Padding after a prompt leaves the state as it is.
             is_padding_BT1 = (mask.positions > last_B1).unsqueeze(-1)
-            decay_BTH = decay_BTH.masked_fill(is_padding_BT1, 0)
+            decay_BTHR = decay_BTHR.masked_fill(is_padding_BT1.unsqueeze(-1), 0)
             beta_BTH = beta_BTH.masked_fill(is_padding_BT1, 0)
         earlier = before_BWC.split([each.shape[2] for each in streams], dim=-1)
         out_BTHE, state_BHDE = self.scan(
-            streams, kernels, decay_BTH, beta_BTH, None, earlier, state_BHDE
+            streams, kernels, decay_BTHR, beta_BTH, None, earlier, state_BHDE
         )
         place_BW = last_B1 + torch.arange(1, width + 1, device=x_BTC.device)
         inputs_BTC = torch.cat((before_BWC, x_BTC), dim=1)

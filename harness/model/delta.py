@@ -1,5 +1,7 @@
 """Gated DeltaNet (arXiv:2412.06464): a mixer whose heads have a state instead of keys and values.
 
+With ``model.delta.decay=channel`` it is Kimi Delta Attention (arXiv:2510.26692).
+
 A position decays the state of a head, replaces the value that is stored under its key by a mixture
 with its own, and reads the state with its query. So the cost of a position does not depend on how
 many are before it, and the state is all that later positions need of earlier ones.
@@ -14,14 +16,15 @@ from torch import Tensor, nn
 
 from harness.config.model import DeltaConfig, ModelConfig
 from harness.data.batch import PADDING
-from harness.model.accounting import DELTA_CHUNK
+from harness.model.accounting import DELTA_CHUNK, DELTA_ROWS
 from harness.model.grouped import local_shard
 from harness.model.kernels import Positions
 from harness.model.norm import Norm
 from harness.util.errors import ConfigError
 
 # B: batch, T: sequence, C: features, W: width of a convolution, K: key heads, G: value heads of a key
-# head, H: value heads (K x G), D: width of keys, E: width of values, N: chunks, L: length of a chunk
+# head, H: value heads (K x G), D: width of keys, E: width of values, N: chunks, L: length of a chunk,
+# R: channels with a decay of their own, D or 1
 
 NORM_EPS = 1e-6
 
@@ -47,7 +50,7 @@ class DeltaRule(nn.Module):
         self,
         streams: tuple[Tensor, ...],
         kernels: tuple[Tensor, ...],
-        decay_BTH: Tensor,
+        decay_BTHR: Tensor,
         beta_BTH: Tensor,
         mask: Any | None,
     ) -> Tensor:
@@ -56,21 +59,21 @@ class DeltaRule(nn.Module):
         Args:
             streams: queries, keys and values before the convolutions, [B, T, C] each.
             kernels: their convolutions, [C, W] each.
-            decay_BTH: logarithm of the factor of the state, never positive.
+            decay_BTHR: logarithm of the factor of the state, or of each row of it, never positive.
             beta_BTH: share of the value under its key that a position replaces.
             mask: result of ``self.mask``.
 
         Returns:
             [B, T, H, E], in the dtype of the streams.
         """
-        out_BTHE, _ = self.scan(streams, kernels, decay_BTH, beta_BTH, mask)
+        out_BTHE, _ = self.scan(streams, kernels, decay_BTHR, beta_BTH, mask)
         return out_BTHE.type_as(streams[0])
 
     def scan(
         self,
         streams: tuple[Tensor, ...],
         kernels: tuple[Tensor, ...],
-        decay_BTH: Tensor,
+        decay_BTHR: Tensor,
         beta_BTH: Tensor,
         documents_BT: Tensor | None,
         before: tuple[Tensor | None, ...] = (None, None, None),
@@ -90,7 +93,7 @@ class DeltaRule(nn.Module):
         )
         if documents_BT is not None:
             documents_BT = documents_BT[:, self.spec.kernel - 2 :]
-        return self.rule(q, k, v, decay_BTH, beta_BTH, state_BHDE, documents_BT)
+        return self.rule(q, k, v, decay_BTHR, beta_BTH, state_BHDE, documents_BT)
 
 
 def convolved(
@@ -119,7 +122,7 @@ def delta_rule(
     q_BTKD: Tensor,
     k_BTKD: Tensor,
     v_BTHE: Tensor,
-    decay_BTH: Tensor,
+    decay_BTHR: Tensor,
     beta_BTH: Tensor,
     state_BHDE: Tensor | None = None,
     documents_BT: Tensor | None = None,
@@ -150,13 +153,13 @@ def delta_rule(
     k = _normalized(chunked(k_BTKD, 1))
     v = chunked(v_BTHE, groups)
     beta = chunked(beta_BTH.unsqueeze(-1), groups)
-    decay = chunked(decay_BTH.unsqueeze(-1), groups).cumsum(-2)
+    decay = chunked(decay_BTHR, groups).cumsum(-2)
     # Factors of the state: between two positions of a chunk, from its begin to a position, from a
     # position to its end, and over all of it.
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     to_position = decay.exp()
     to_end = (decay[..., -1:, :] - decay).exp()
-    over_all = to_position[..., -1:, :]
+    over_all = to_position[..., -1:, :].mT
     if documents_BT is not None:
         last_B1 = documents_BT[:, -1:]
         documents_BT = torch.cat((documents_BT, last_B1.expand(-1, padding)), dim=1)
@@ -167,15 +170,20 @@ def delta_rule(
         to_position = to_position.masked_fill(document != earlier, 0)
         to_end = to_end.masked_fill(document != last, 0)
         over_all = over_all.masked_fill(last != earlier, 0)
-    between = (decay - decay.mT).masked_fill(hidden, float("-inf")).exp()
+    if decay.shape[-1] > 1:
+        of_keys = decayed_products(k, k, decay).masked_fill(hidden, 0)
+        seen = decayed_products(q, k, decay).masked_fill(hidden, 0)
+    else:
+        between = (decay - decay.mT).masked_fill(hidden, float("-inf")).exp()
+        of_keys = (k @ k.mT) * between
+        seen = (q @ k.mT) * between
     # Positions of a chunk correct each other: the values that they write are the solution of a
     # triangular system, whose right side has those that they were given less what the state has.
-    system = (k @ k.mT) * between * beta
+    system = of_keys * beta
     given = torch.linalg.solve_triangular(system, v * beta, upper=False, unitriangular=True)
     taken = torch.linalg.solve_triangular(
         system, k * (beta * to_position), upper=False, unitriangular=True
     )
-    seen = (q @ k.mT) * between
     reading = q * to_position
     writing = (k * to_end).mT
     if state_BHDE is None:
@@ -189,16 +197,94 @@ def delta_rule(
     return out_BTKGE.flatten(2, 3)[:, :T], states[:, :, :, -1].flatten(1, 2)
 
 
+@torch.library.custom_op("harness::decayed_products", mutates_args=())
+def decayed_products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    """Products of x at a position of a chunk with keys up to it, that decay by channel: [..., L, L].
+
+    The sum over channels d of x_id k_jd exp(G_id - G_jd), zero for j > i, where G are the summed decays of a
+    chunk, [..., L, D] as x and k. exp(-G) alone would overflow. So both factors of a product with the keys
+    before some rows are relative to the first row, and neither exceeds 1; among these rows every pair has
+    its own. It is an operator because autograd would keep the pairs: DELTA_ROWS x D values a position.
+    """
+    length = decay.shape[-2]
+    out = x.new_zeros(*x.shape[:-1], length)
+    for begin in range(0, length, DELTA_ROWS):
+        x_own, k_own, own = (each[..., begin : begin + DELTA_ROWS, :] for each in (x, k, decay))
+        from_first, to_first = _around(decay, begin)
+        rows = out[..., begin : begin + DELTA_ROWS, :]
+        rows[..., :begin] = (x_own * from_first) @ (k[..., :begin, :] * to_first).mT
+        pairs = _between(own) * k_own.unsqueeze(-3)
+        rows[..., begin : begin + DELTA_ROWS] = (pairs @ x_own.unsqueeze(-1)).squeeze(-1)
+    return out
+
+
+@decayed_products.register_fake
+def _(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-2])
+
+
+@torch.library.custom_op("harness::decayed_products_backward", mutates_args=())
+def decayed_products_backward(
+    grad: Tensor, x: Tensor, k: Tensor, decay: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and k."""
+    grad_x = torch.empty_like(x)
+    grad_k = torch.zeros_like(k)
+    for begin in range(0, decay.shape[-2], DELTA_ROWS):
+        own = slice(begin, begin + DELTA_ROWS)
+        x_own = x[..., own, :]
+        from_first, to_first = _around(decay, begin)
+        before = grad[..., own, :begin]
+        grad_x[..., own, :] = (before @ (k[..., :begin, :] * to_first)) * from_first
+        grad_k[..., :begin, :] += (before.mT @ (x_own * from_first)) * to_first
+        pairs = _between(decay[..., own, :]) * grad[..., own, own].unsqueeze(-1)
+        grad_x[..., own, :] += (pairs * k[..., own, :].unsqueeze(-3)).sum(-2)
+        grad_k[..., own, :] += (pairs * x_own.unsqueeze(-2)).sum(-3)
+    return grad_x, grad_k
+
+
+@decayed_products_backward.register_fake
+def _(grad: Tensor, x: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(k)
+
+
+def _around(decay: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+    """Factors from the first of some rows to each of them, and from all positions before to the first."""
+    first = decay[..., begin : begin + 1, :]
+    from_first = (decay[..., begin : begin + DELTA_ROWS, :] - first).exp()
+    return from_first, (first - decay[..., :begin, :]).exp()
+
+
+def _between(own: Tensor) -> Tensor:
+    """Factors between some rows, by channel, [..., rows, rows, D]: zero from later rows to earlier ones."""
+    later = torch.ones(own.shape[-2], own.shape[-2], dtype=torch.bool, device=own.device).triu(1)
+    exponents = own.unsqueeze(-2) - own.unsqueeze(-3)
+    return exponents.masked_fill(later.unsqueeze(-1), float("-inf")).exp()
+
+
+def _save_products(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_products(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    x, k, decay = ctx.saved_tensors
+    grad_x, grad_k = decayed_products_backward(grad, x, k, decay)
+    return grad_x, grad_k, x * grad_x - k * grad_k
+
+
+decayed_products.register_autograd(_differentiate_products, setup_context=_save_products)
+
+
 def fla_rule(
     q_BTKD: Tensor,
     k_BTKD: Tensor,
     v_BTHE: Tensor,
-    decay_BTH: Tensor,
+    decay_BTHR: Tensor,
     beta_BTH: Tensor,
     state_BHDE: Tensor | None = None,
     documents_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``delta_rule`` by the kernels of flash-linear-attention, which know no documents.
+    """``delta_rule`` by the kernels of flash-linear-attention, for one decay per head and no documents.
 
     Products take values in their own dtype. Written for its version 0.6.
     """
@@ -211,7 +297,7 @@ def fla_rule(
         q_BTKD,
         k_BTKD,
         v_BTHE,
-        g=decay_BTH,
+        g=decay_BTHR.squeeze(-1),
         beta=beta_BTH,
         initial_state=state_BHDE,
         output_final_state=True,
@@ -246,7 +332,7 @@ def delta_scan(
         given: what a chunk's positions would write to an empty state, [L, E].
         taken: factor of the state that is taken off it, [L, D].
         writing: keys, decayed to the chunk's end, [D, L].
-        over_all: factor of the state over the chunk, [1, 1].
+        over_all: factor of the state over the chunk, [R, 1].
         state: the state before the first chunk, without the dimension of chunks, [D, E].
         added: what else a chunk adds to the state, [D, E] or [1, 1].
 
@@ -286,7 +372,7 @@ def _differentiate(ctx: Any, grad_written: Tensor, grad_states: Tensor) -> Any:
         of_written,
         -of_written @ before.mT,
         after @ written.mT,
-        (after * before).sum((-2, -1), keepdim=True),
+        (after * before).sum_to_size(over_all.shape),
         of_states[:, :, :, 0],
         None,
     )
@@ -306,7 +392,8 @@ def _precise(x: Tensor) -> Tensor:
 class GatedDeltaNet(nn.Module):
     """The mixer of a ``delta`` layer; under tensor parallel each rank holds some of the heads.
 
-    ``inner`` is the operation; parallelism can replace it.
+    ``inner`` is the operation; parallelism can replace it. Gates of outputs and decays come from the input by
+    ``wz`` and ``wa``; if channels decay by themselves through latents, by ``wz_a`` and ``wa_a`` first.
     """
 
     wq: nn.Linear
@@ -315,17 +402,20 @@ class GatedDeltaNet(nn.Module):
     wz: nn.Linear
     wb: nn.Linear
     wa: nn.Linear
+    wz_a: nn.Linear
+    wa_a: nn.Linear
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         of = config.delta
         dim = config.dim
-        for name, outputs in of.linears.items():
-            self.add_module(name, nn.Linear(dim, outputs, bias=False))
+        self.by_channel = of.by_channel
+        for name, (outputs, inputs) in of.linears(dim).items():
+            self.add_module(name, nn.Linear(inputs, outputs, bias=False))
         for name, width in of.convolutions.items():
             self.register_parameter(name, nn.Parameter(torch.empty(width, 1, of.kernel)))
         self.a_log = nn.Parameter(torch.empty(of.value_heads))
-        self.dt_bias = nn.Parameter(torch.empty(of.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(of.decays))
         self.norm = Norm(of.value_head_dim, eps=config.norm_eps)
         self.wo = nn.Linear(of.value_width, dim, bias=False)
         self.inner = DeltaRule(of)
@@ -340,10 +430,15 @@ class GatedDeltaNet(nn.Module):
         """Mix positions; arguments and result as in ``Attention``. Nothing is rotated."""
         streams = self.wq(x_BTC), self.wk(x_BTC), self.wv(x_BTC)
         kernels = tuple(local_shard(self, f"conv_{name}").squeeze(1) for name in "qkv")
-        steps_BTH = _precise(self.wa(x_BTC)) + local_shard(self, "dt_bias")
+        steps_BTC = self.wa(self.wa_a(x_BTC) if self.by_channel else x_BTC)
+        steps_BTC = _precise(steps_BTC) + local_shard(self, "dt_bias")
         # Softplus: torch's own has a backward whose strides the compiler gets wrong (torch 2.13).
-        steps_BTH = torch.logaddexp(steps_BTH, steps_BTH.new_zeros(()))
-        decay_BTH = -_precise(local_shard(self, "a_log")).exp() * steps_BTH
-        out_BTHE = self.inner(streams, kernels, decay_BTH, self.wb(x_BTC).sigmoid(), mask)
-        gate_BTHE = F.silu(self.wz(x_BTC)).view(out_BTHE.shape)
-        return self.wo((self.norm(out_BTHE) * gate_BTHE).flatten(2))
+        steps_BTC = torch.logaddexp(steps_BTC, steps_BTC.new_zeros(()))
+        rates_H1 = _precise(local_shard(self, "a_log")).exp().unsqueeze(-1)
+        decay_BTHR = -rates_H1 * steps_BTC.unflatten(-1, (len(rates_H1), -1))
+        out_BTHE = self.inner(streams, kernels, decay_BTHR, self.wb(x_BTC).sigmoid(), mask)
+        if self.by_channel:
+            gate = self.wz(self.wz_a(x_BTC)).sigmoid()
+        else:
+            gate = F.silu(self.wz(x_BTC))
+        return self.wo((self.norm(out_BTHE) * gate.view(out_BTHE.shape)).flatten(2))

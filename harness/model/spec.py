@@ -368,11 +368,12 @@ class PreNormBlock:
             TensorSpec(f"{at}.{name}", at, (width, 1, of.kernel), Split.HEADS, convolution)
             for name, width in of.convolutions.items()
         ]
-        for name, init in (("a_log", DECAYS), ("dt_bias", STEPS)):
-            own.append(TensorSpec(f"{at}.{name}", at, (of.value_heads,), Split.HEADS, init))
+        own.append(TensorSpec(f"{at}.a_log", at, (of.value_heads,), Split.HEADS, DECAYS))
+        own.append(TensorSpec(f"{at}.dt_bias", at, (of.decays,), Split.HEADS, STEPS))
         yield ModuleSpec(at, Split.REGION, tuple(own))
-        for name, outputs in of.linears.items():
-            yield linear(f"{at}.{name}", outputs, dim, Split.COLUMN, self.init)
+        for name, (outputs, inputs) in of.linears(dim).items():
+            split = Split.WHOLE if name.endswith("_a") else Split.COLUMN
+            yield linear(f"{at}.{name}", outputs, inputs, split, self.init)
         # Zero-centred in no model.
         norm = replace(self.config, norm_zero_centred=False)
         yield _norm(norm, f"{at}.norm", of.value_head_dim, Split.HEAD_NORM)

@@ -23,7 +23,8 @@ from harness.parallelism.context import in_order, local_pieces
 from harness.parallelism.mesh import Mesh
 
 # B: batch, F: fragments of a rank, M: fragments of this rank of all sequences (B x F), N: fragments of a
-# sequence, T: positions, W: width of a convolution, H: value heads, D: width of keys, E: width of values
+# sequence, T: positions, W: width of a convolution, H: value heads, D: width of keys, E: width of values,
+# R: channels with a decay of their own
 
 
 def split_scans(part: ModelPart, mesh: Mesh, layout: ParallelismConfig) -> None:
@@ -60,7 +61,7 @@ class FragmentedDelta(DeltaRule):
         self,
         streams: tuple[Tensor, ...],
         kernels: tuple[Tensor, ...],
-        decay_BTH: Tensor,
+        decay_BTHR: Tensor,
         beta_BTH: Tensor,
         mask: Any | None,
     ) -> Tensor:
@@ -69,9 +70,9 @@ class FragmentedDelta(DeltaRule):
         E = self.spec.value_head_dim
         D = self.spec.key_head_dim
         M = len(of_fragments[0])
-        identity_DS = F.pad(torch.eye(D, device=decay_BTH.device, dtype=decay_BTH.dtype), (E, 0))
-        start_MHDS = identity_DS.expand(M, decay_BTH.shape[2], -1, -1)
-        gates = self._cut(decay_BTH), self._cut(beta_BTH)
+        identity_DS = F.pad(torch.eye(D, device=decay_BTHR.device, dtype=decay_BTHR.dtype), (E, 0))
+        start_MHDS = identity_DS.expand(M, decay_BTHR.shape[2], -1, -1)
+        gates = self._cut(decay_BTHR), self._cut(beta_BTH)
         out_MTHS, last_MHDS = self.scan(of_fragments, kernels, *gates, mask, before, start_MHDS)
         state_MHDE = self._states_before(last_MHDS)
         made_MTHE, read_MTHD = out_MTHS.split([E, D], dim=-1)

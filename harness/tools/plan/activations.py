@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 
 from harness.config.model import ModelConfig
-from harness.model.accounting import DELTA_CHUNK
+from harness.model.accounting import DELTA_CHUNK, DELTA_ROWS
 from harness.model.architecture import architecture_of
 from harness.model.spec import Split, TensorSpec, block_tensors
 
@@ -286,15 +286,28 @@ def _delta(config: ModelConfig, layer: int) -> PartActivations:
     squares = DELTA_CHUNK * heads
     by_key = DELTA_CHUNK * of.key_heads
     read = heads * of.key_head_dim
+    own: tuple[SavedTensor, ...] = (
+        precise("delta.products of keys and queries with keys", 2 * by_key),
+        precise("delta.decays between positions, system, scores", 4 * squares),
+        _inner("wz", values),
+        _inner("delta.silu", values, by=SavedBy.EAGER),
+    )
+    pairs: tuple[SavedTensor, ...] = ()
+    if of.by_channel:
+        own = (
+            precise("delta.summed decays", of.decays),
+            precise("delta.products, system, scores", 3 * squares),
+            _inner("delta.gate", values),
+            SavedTensor("delta.latents", of.key_head_dim + of.value_head_dim, WHOLE),
+        )
+        pairs = (precise("delta.pairs of positions", DELTA_ROWS**2 / DELTA_CHUNK * read),)
     kept = (
         _inner("delta.streams", streams),
         _inner("delta.beta", heads),
-        precise("delta.steps, decays and their factors", 6 * heads),
+        precise("delta.steps, decays and their factors", 5 * of.decays + heads),
         precise("delta.convolved", streams),
         precise("delta.q, k before norms", 2 * (keys + of.key_heads)),
         precise("delta.q, k, v of chunks", streams),
-        precise("delta.products of keys and queries with keys", 2 * by_key),
-        precise("delta.decays between positions, system, scores", 4 * squares),
         precise("delta.solutions", values + read),
         precise("delta.keys that write, queries that read", 2 * read),
         precise("delta.written", values),
@@ -302,15 +315,16 @@ def _delta(config: ModelConfig, layer: int) -> PartActivations:
         *norm_activations(
             replace(config, norm_zero_centred=False), "delta.norm", of.value_head_dim, INNER, heads
         ),
-        _inner("wz", values),
         _inner("delta.norm.out", values, by=SavedBy.EAGER),
-        _inner("delta.silu", values, by=SavedBy.EAGER),
         _inner("delta.product", values),
+        *own,
     )
     return PartActivations(
         kept,
         _attention_products(config, layer),
+        forward=pairs,
         backward=(
+            *pairs,
             precise("delta.grads of squares", 3 * squares),
             precise("delta.grads of streams", streams),
         ),
