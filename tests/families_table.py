@@ -18,6 +18,7 @@ from harness.config.fields import from_dict, with_value
 from harness.config.model import (
     ACTIVATIONS,
     ARCHITECTURES,
+    DECAYS,
     GROUP_SCORES,
     KINDS,
     NORM_POSITIONS,
@@ -123,6 +124,11 @@ qwen3_5_moe: [qwen3_next_debug, {family: qwen3_5_moe, delta__key_heads: 2}]
 qwen3_next_other:
     [qwen3_next_debug, {n_layers: 3, layer_kinds: [full, delta, delta], delta__key_heads: 4, delta__kernel: 2,
     moe__normalize_scores: false, moe__first_dense_layers: 1, rope__rotated_fraction: 0.5}]
+kimi_linear: [kimi_linear_debug, {}]
+kimi_linear_other:
+    [kimi_linear_debug, {n_layers: 3, layer_kinds: [full, delta, delta], attention__q_lora_rank: 32,
+    moe__num_groups: 4, moe__top_groups: 2, moe__first_dense_layers: 0, delta__kernel: 2,
+    delta__value_heads: 4, delta__key_heads: 4}]
 olmo2:
     [olmo3_debug, {family: olmo2, attention__window: null, attention__global_every_nth_layer: null,
     rope__local_theta: null, rope__scaling: none}]
@@ -218,6 +224,7 @@ CHOICES = {
     "qk_norm": QK_NORMS,
     "norm_position": NORM_POSITIONS,
     "score": SCORES,
+    "decay": DECAYS,
     "group_score": GROUP_SCORES,
 }
 

@@ -554,6 +554,7 @@ FAMILIES: Registry[Any] = Registry(
         "qwen3_next": f"{_FILES}.qwen3_next:QWEN3_NEXT",
         "qwen3_5": f"{_FILES}.qwen3_next:QWEN3_5",
         "qwen3_5_moe": f"{_FILES}.qwen3_next:QWEN3_5_MOE",
+        "kimi_linear": f"{_FILES}.kimi_linear:KIMI_LINEAR",
     },
     field="model.family",
     expects=f"{_FILES}.core:Family",

@@ -148,7 +148,7 @@ def fill(
         elif piece.slot.rows is not None:
             for own, theirs in piece.slot.rows.runs(ranges[0]):
                 out[own].copy_(_read(piece, shape, [theirs, *ranges[1:]], read))
-        elif piece.is_same or piece.slot.within is not None:
+        elif piece.slot.half is None and not piece.slot.transposed:
             out.copy_(_read(piece, shape, ranges, read))
         else:  # one tensor holds all experts
             for row, expert in enumerate(ranges[0]):
@@ -172,7 +172,10 @@ def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Rea
         wanted[halved] = slice(start + offset, stop + offset)
         if slot.interleaved:
             wanted[halved] = slice(2 * start + slot.half, 2 * stop, 2)
-    found = read(piece.theirs, tuple(wanted))
+    before, after = slot.ones
+    one = slice(0, 1)
+    found = read(piece.theirs, (*[one] * before, *wanted, *[one] * after))
+    found = found.reshape(found.shape[before : found.ndim - after])
     return found.transpose(-1, -2) if slot.transposed else found
 
 

@@ -40,13 +40,14 @@ CASES = [
     "deepseek_v3_671b dp_replicate=2 dp_shard=256 tp=4 ep=256",
     "gpt_oss_120b dp_shard=16 tp=8 pp=4 ep=16 expert_tensor_parallel=true",
     "qwen3_next_80b_a3b dp_shard=16 tp=2 cp=4 pp=4 ep=32",
+    "kimi_linear_48b_a3b dp_shard=16 tp=2 cp=4 pp=4 ep=32",
     "llama4_maverick dp_shard=32 tp=8 ep=32 expert_tensor_parallel=true",
     "flux_dev dp_shard=16 tp=4 cp=2 cp_method=ulysses data=latents_synthetic training.seq_len=1536",
 ]
 # Not split by tensor parallel: norms, latents and their projections, biases added after a reduction, and what
 # embeds the inputs of Flux.
 REPLICATED = re.compile(
-    r".*(norm|wq_a|wkv_a|router|shared_experts\.gate)\.weight|.*(router|wo|mlp\.w2)\.bias|(img|txt|time|vector|guidance)_in\..*"
+    r".*(norm|w[qza]_a|wkv_a|router|shared_experts\.gate)\.weight|.*(router|wo|mlp\.w2)\.bias|(img|txt|time|vector|guidance)_in\..*"
 )
 
 

@@ -31,6 +31,7 @@ qwen3_next: [NEXT, [tp_experts_plain, fsdp_tp_ep, pp_zbv, tp_cp]]
 qwen3_next_dense:
     ["NEXT model.moe.num_experts=0 model.moe.aux_loss_coeff=0 optimizer=muon model.n_layers=2
     model.layer_kinds=[delta,full]", [cp_gather_compiled_recompute_op]]
+kimi_linear: [model=kimi_linear_debug, [tp_experts_plain, pp_zbv, tp_cp, fsdp_ep_compiled_recompute_op]]
 forced_balance: [QWEN model.moe.force_balance=true training.seq_len=60, [cp]]
 zipf: [V3 debug.routing=zipf training.seq_len=60, [fsdp_cp_ep, fsdp_ep_pp_zbv]]
 one_hot: [QWEN debug.routing=one_hot, [fsdp_tp_ep_capacity]]

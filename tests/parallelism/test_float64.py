@@ -63,6 +63,7 @@ def trained(job_json):
         2  model=gemma3_debug parallelism.tp=2 model.attention.score_cap=5 model.logits_cap=2
         4  {CHAT}
         3  {CHAT} model=qwen3_next_debug model.moe.num_experts=6
+        2  {CHAT} model=kimi_linear_debug parallelism.tp=2
     """),
 )
 def test_gathered_keys_are_exact(pool, cp, typed):

@@ -90,6 +90,8 @@ def test_logits_and_gradients(pair):
 
 def as_stored(theirs, family=""):
     """Tensors of transformers' modules, which stack and fuse experts that its files keep one by one."""
+    if family == "kimi_linear":
+        return _of_kimi_linear(theirs)
     if family == "mixtral":
         return {_of_mixtral(name): tensor for name, tensor in as_stored(theirs).items()}
     stored = {}
@@ -104,6 +106,21 @@ def as_stored(theirs, family=""):
             names = ["gate_proj", "up_proj"] if last == "gate_up_proj" else ["down_proj"]
             for each, part in zip(names, parts, strict=True):
                 stored[f"{prefix}mlp.experts.{expert}.{each}.weight"] = part
+    return stored
+
+
+def _of_kimi_linear(theirs):
+    """transformers has one convolution, and a module for decays."""
+    stored = {}
+    for name, tensor in as_stored(theirs, "mixtral").items():
+        name = name.replace("forget_gate.", "").replace(
+            ".mlp.shared_experts", ".block_sparse_moe.shared_experts"
+        )
+        if name.endswith("self_attn.conv1d.weight"):
+            for each, part in zip("qkv", tensor.chunk(3), strict=True):
+                stored[name.replace("conv1d", f"{each}_conv1d")] = part
+        else:
+            stored[name] = tensor
     return stored
 
 
@@ -131,6 +148,9 @@ def from_theirs(model, theirs):
 
 def test_files_of_transformers_are_read(pair, tmp_path):
     """Its config.json and tensors, which are not arranged as ours are."""
+    config = pair.model.config
+    if config.family == "kimi_linear" and config.moe.first_dense_layers:
+        pytest.skip("transformers 5.23 writes a dense feed-forward by the name of a mixture")
     pair.theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ours, theirs = (
@@ -208,6 +228,7 @@ FEW = (
         "glm4_moe",
         "phi3",
         "qwen3_5_moe",
+        "kimi_linear",
     ),
 )
 ROWS = [*((case, torch.bfloat16) for case in FEW), ("llama", torch.float32)]

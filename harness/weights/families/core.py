@@ -48,6 +48,8 @@ class TensorSlot:
     """Our values are only a part of its last dimension: their first index, and its length."""
     rows: Rows | None = None
     """Our rows are only some of its rows; None: all of them."""
+    ones: tuple[int, int] = (0, 0)
+    """Dimensions of size 1 that it has before and after ours."""
 
 
 Names = dict[str, str | TensorSlot]
@@ -115,6 +117,8 @@ class TensorMapping:
     def their_shape(self, shape: Shape) -> Shape:
         """Shape of their tensor, for our tensor's shape."""
         shape = shape if self.expert is None else shape[1:]
+        before, after = self.slot.ones
+        shape = (*(1,) * before, *shape, *(1,) * after)
         if self.slot.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
         if self.slot.within is not None:

@@ -28,24 +28,20 @@ MOE_NAMES: Names = (
     | PER_EXPERT
 )
 BALANCE_BIAS: Names = {"moe.balance_bias": TensorSlot("mlp.gate.e_score_correction_bias")}
-_NAMES = (
-    NORMS
-    | DENSE
-    | MOE_NAMES
-    | {
-        "attention.wq": "self_attn.q_proj",
-        "attention.wq_a": "self_attn.q_a_proj",
-        "attention.q_norm": "self_attn.q_a_layernorm",
-        "attention.wq_b": "self_attn.q_b_proj",
-        "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
-        "attention.kv_norm": "self_attn.kv_a_layernorm",
-        "attention.wkv_b": "self_attn.kv_b_proj",
-        "attention.wo": "self_attn.o_proj",
-    }
-)
+LATENT_ATTENTION: Names = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "attention.wo": "self_attn.o_proj",
+}
+_NAMES = NORMS | DENSE | MOE_NAMES | LATENT_ATTENTION
 
 
-_SAME = {
+WIDTHS = {
     "intermediate_size": "ffn_hidden_dim",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_nope_head_dim": "attention.qk_nope_head_dim",
@@ -68,7 +64,7 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
     return [
         *common(model),
         ConfigField("q_lora_rank", rank, "attention.q_lora_rank", default=1536, nullable=True),
-        *same_fields(model, _SAME),
+        *same_fields(model, WIDTHS),
         *mixture_fields(model),
         fixed("attention_bias", False),
         fixed("moe_layer_freq", 1),
@@ -77,16 +73,20 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
 
 def mixture_fields(model: ModelConfig) -> list[ConfigField]:
     """The fields of routed and shared experts."""
-    moe = model.moe
     return [
         *same_fields(model, MIXTURE, routed_scaling_factor=1.0, n_group=1, topk_group=1),
-        ConfigField(
-            "n_shared_experts",
-            moe.shared_hidden_dim // max(moe.hidden_dim, 1),
-            "moe.shared_hidden_dim",
-            to_ours=lambda experts, found: experts * found["moe_intermediate_size"],
-        ),
+        shared_experts(model, "n_shared_experts"),
     ]
+
+
+def shared_experts(model: ModelConfig, theirs: str) -> ConfigField:
+    """The field that counts shared experts, each as wide as the others."""
+    return ConfigField(
+        theirs,
+        model.moe.shared_hidden_dim // max(model.moe.hidden_dim, 1),
+        "moe.shared_hidden_dim",
+        to_ours=lambda experts, found: experts * found["moe_intermediate_size"],
+    )
 
 
 def _v2(model: ModelConfig) -> list[ConfigField]:
@@ -155,14 +155,14 @@ def refuse_unbalanced(model: ModelConfig) -> None:
 
 
 _TRAINED = {"aux_loss_alpha": "moe.aux_loss_coeff"}
-_DERIVED = ("head_dim", "qk_head_dim")  # transformers computes both from the widths above
+DERIVED = ("head_dim", "qk_head_dim")  # transformers computes both from the widths above
 
 
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    harmless=_DERIVED,
+    harmless=DERIVED,
     names=_NAMES,
     config_fields=_v2,
     requires={"attention.kind": "mla", "rope.interleaved": True},
@@ -176,7 +176,7 @@ DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    harmless=_DERIVED,
+    harmless=DERIVED,
     names=_NAMES | BALANCE_BIAS,
     config_fields=_v3,
     requires={"attention.kind": "mla", "moe.score": "sigmoid", "moe.group_score": "top2_sum"},

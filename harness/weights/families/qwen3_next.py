@@ -4,7 +4,7 @@ Fields are those of transformers' models/qwen3_next, qwen3_5 and qwen3_5_moe. Ex
 stacked, as in the released files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from harness.config.model import DeltaConfig, ModelConfig
@@ -28,7 +28,7 @@ from harness.weights.families.core import (
 )
 from harness.weights.families.llama_like import mixture_fields
 
-_KINDS = {"full": "full_attention", "delta": "linear_attention"}
+KINDS = {"full": "full_attention", "delta": "linear_attention"}
 _DELTA = {
     "linear_num_key_heads": "delta.key_heads",
     "linear_num_value_heads": "delta.value_heads",
@@ -48,19 +48,26 @@ _DELTA_DEFAULTS = {
 
 def _hybrid(model: ModelConfig) -> list[ConfigField]:
     """Fields that both have."""
-    kinds = ["delta" if model.is_delta(layer) else "full" for layer in range(model.n_layers)]
     return [
         *common(model, head_dim=256),
         *attention_biases(model),
         *same_fields(model, _DELTA, **_DELTA_DEFAULTS),
-        ConfigField(
-            "layer_types",
-            [_KINDS[kind] for kind in kinds],
-            "layer_kinds",
-            default=_types_by_interval,
-            to_ours=lambda types, _: _pattern(types),
-        ),
+        layer_kinds(model, _types_by_interval),
     ]
+
+
+def layer_kinds(
+    model: ModelConfig, default: Callable[[Mapping[str, Any]], list[str]]
+) -> ConfigField:
+    """The field that lists which layers have attention, and which Gated DeltaNet."""
+    kinds = ["delta" if model.is_delta(layer) else "full" for layer in range(model.n_layers)]
+    return ConfigField(
+        "layer_types",
+        [KINDS[kind] for kind in kinds],
+        "layer_kinds",
+        default=default,
+        to_ours=lambda types, _: _pattern(types),
+    )
 
 
 _DENSE_WIDTH = {"intermediate_size": "ffn_hidden_dim"}
@@ -102,12 +109,12 @@ def _qwen3_5_moe(model: ModelConfig) -> list[ConfigField]:
 def _types_by_interval(found: Mapping[str, Any]) -> list[str]:
     every = found.get("full_attention_interval", 4)
     kinds = ["delta" if (layer + 1) % every else "full" for layer in layers_in(found)]
-    return [_KINDS[kind] for kind in kinds]
+    return [KINDS[kind] for kind in kinds]
 
 
 def _pattern(types: Sequence[str]) -> list[str]:
     """The shortest pattern that repeats to these types of layers."""
-    ours = {theirs: kind for kind, theirs in _KINDS.items()}
+    ours = {theirs: kind for kind, theirs in KINDS.items()}
     kinds = [ours[each] for each in types]
     lengths = range(1, len(kinds) + 1)
     length = next(n for n in lengths if kinds == [kinds[i % n] for i in range(len(kinds))])

@@ -35,7 +35,7 @@ LAYOUTS = {
     "tp_cp": "parallelism=tp parallelism.tp=2 parallelism.cp=2 training.loss_chunks=3",
 }
 FAMILIES = ["llama", "qwen2", "mistral_wide", "mixtral_window", "qwen3", "qwen3_moe", "deepseek_v2"]
-FAMILIES += ["deepseek_v3", "gpt_oss", "llama4", "qwen3_next"]
+FAMILIES += ["deepseek_v3", "gpt_oss", "llama4", "qwen3_next", "kimi_linear"]
 
 
 @pytest.fixture(scope="module")

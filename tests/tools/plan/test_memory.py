@@ -159,7 +159,7 @@ DEBUG = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*_debug.yam
 
 
 # Several chunks of Gated DeltaNet.
-LENGTHS = {"qwen3_next_debug": 128}
+LENGTHS = {"qwen3_next_debug": 128, "kimi_linear_debug": 128}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
