@@ -118,6 +118,9 @@ def context_parallel(
         gathered = over("all_gather", [whole * value_bytes])
         scattered = over("reduce_scatter", [whole * value_bytes])
         return Pass(copied, gathered), Pass(3 * copied, scattered)
+    # A ring's values are as wide as keys (RingAttention).
+    keys = per_width * attention.kv_heads * 2 * attention.score_width
+    outputs = queries
     # Half of a load-balanced ring's steps work on half of the rows.
     share, copying = (0.75, RING_COPY / 2) if layout.cp_load_balance else (1.0, 0.0)
 

@@ -201,7 +201,7 @@ class ActivationBytes(Memo):
         if layout.cp == 1 or layout.cp_method != "ring":
             return 0.0
         queries = model.n_heads * model.head_width
-        stored = model.n_kv_heads * (model.head_width + model.value_width)
+        stored = model.n_kv_heads * 2 * model.head_width  # values are as wide as keys
         both = 2 * queries if self.software.repeats_keys else stored  # keys and values
         copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
         compute = self.sizes["compute"]
