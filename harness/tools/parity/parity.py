@@ -317,10 +317,11 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
     if config.transformers is not None:
         return parity_of_transformers(job, config.transformers, overrides)
     rows: Iterable[Row] = random_rows(config, overrides)
+    refused: dict[str, ConfigError] = {}
     total = config.random
     if not config.random:
         require_vocabulary(job)
-        layouts = compose_layouts(config, overrides, has_experts=job.model.moe.enabled)
+        layouts = compose_layouts(config, overrides, refused, has_experts=job.model.moe.enabled)
         rows = [(name, each, "") for name, each in layouts.items()]
         total = sum(each.world_size <= config.world_size for each in layouts.values())
     compared = []
@@ -330,6 +331,9 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
         judge = LayoutComparer(pool, config)
         out = sys.stdout
         out.write(HEADER)
+        for name, error in refused.items():
+            out.write(f"{name:<28} {'':>5}  skipped: {error}\n")
+            skipped.append(name)
         out.flush()
         for name, each, typed in rows:
             ranks = each.world_size
@@ -426,9 +430,17 @@ def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
 
 
 def compose_layouts(
-    config: ParityConfig, overrides: list[str], *, has_experts: bool = False
+    config: ParityConfig,
+    overrides: list[str],
+    refused: dict[str, ConfigError] | None = None,
+    *,
+    has_experts: bool = False,
 ) -> dict[str, Job]:
-    """Compose the chosen layouts as jobs with the same numerics, by name."""
+    """Compose the chosen layouts as jobs with the same numerics, by name.
+
+    Args:
+        refused: gets the layouts that this job cannot have, unless they are named. None: they are errors.
+    """
     matrix = config.matrix | (config.expert_matrix if has_experts else {})
     chosen = chosen_layouts(matrix, config.layouts)
     jobs: dict[str, Job] = {}
@@ -436,7 +448,13 @@ def compose_layouts(
     with progress(len(chosen), seconds=5.0) as show:
         for name, words in chosen.items():
             show(f"composing {name}")
-            job = composer.job([*overrides, *words.split()]).plain
+            try:
+                job = composer.job([*overrides, *words.split()]).plain
+            except ConfigError as error:
+                if refused is None or config.layouts:
+                    raise
+                refused[name] = error
+                continue
             differing = differing_numerics(next(iter(jobs.values()), job), job)
             if differing:
                 raise ConfigError(

@@ -399,6 +399,16 @@ def test_what_is_typed_takes_the_place_of_the_small_llama(typed, model, kind):
     assert (job.model.name, job.data.kind, job.cluster.device) == (model, kind, "cpu")
 
 
+def test_layouts_that_a_model_cannot_have_are_skipped_unless_named():
+    matrix = {"one": "parallelism=single", "three": "parallelism=fsdp parallelism.dp_shard=3"}
+    refused: dict[str, ConfigError] = {}
+    typed = ["model=qwen3_moe_debug"]
+    assert list(compose_layouts(ParityConfig(matrix=matrix), typed, refused)) == ["one"]
+    assert "8 experts cannot be sharded over 3 ranks" in str(refused["three"])
+    with pytest.raises(ConfigError, match="over 3 ranks"):
+        compose_layouts(ParityConfig(matrix=matrix, layouts=["three"]), typed, {})
+
+
 def test_verb_prints_a_table_and_fails_where_one_differs(
     capsys,
 ):
