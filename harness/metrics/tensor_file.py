@@ -109,7 +109,8 @@ def read_tensors(folder: Path, name: str = TENSORS) -> TensorRecords:
     described, data = files_of(folder, name)
     try:
         header = parse_object(described.read_bytes())
-        record = _record(header["values"], header["names"])
+        values, names, sizes = header["values"], header["names"], header["sizes"]
+        record = _record(values, names)
         content = data.read_bytes()
     except (ValueError, KeyError) as error:
         raise UserError(
@@ -120,7 +121,7 @@ def read_tensors(folder: Path, name: str = TENSORS) -> TensorRecords:
             f"{folder}: has no {data.name}; would work: a run with {SWITCHES[name]}"
         ) from None
     records = np.frombuffer(content, record, len(content) // record.itemsize)
-    return TensorRecords(**header, steps=records["step"], data=records["data"])
+    return TensorRecords(values, names, sizes, records["step"], records["data"])
 
 
 def _record(values: list[str], names: list[str]) -> np.dtype[Any]:

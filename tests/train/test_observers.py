@@ -211,9 +211,10 @@ def test_norms_of_tensors_are_those_of_the_steps_and_continue(tmp_path):
     again = jobs.train(tmp_path, *overrides, *norms, "checkpoint.resume=false")
     assert read_tensors(again.folder.path / "attempts" / "2").steps.tolist() == [1, 3, 4, 6]
     assert read_tensors(again.folder.path).steps.tolist() == [1, 4, 6]
-    for content, rule in ((b"{}", "damaged: 'values'"), (b"[", "damaged: ")):
+    unsized = b'{"values": [], "names": []}'
+    for content, rule in ((b"{}", "'values'"), (b"[", ""), (unsized, "'sizes'")):
         (again.folder.path / "tensors.json").write_bytes(content)
-        with one_line(UserError, rule):
+        with one_line(UserError, f"damaged: {rule}"):
             read_tensors(again.folder.path)
 
 
