@@ -381,9 +381,9 @@ class DeltaConfig:
     kernel: int = added_numerics(4, least=2, needs=DELTA)
     """Width of the convolutions of queries, keys and values, in positions."""
     decay: str = added_numerics("head", choices=DECAYS, needs=DELTA)
-    """What decays by itself: the state of each ``head``, or each ``channel`` of its keys: Kimi Delta
-    Attention (arXiv:2510.26692). Then decays, and the gates of outputs, which are sigmoids, come through
-    latents as wide as a head."""
+    """What has a decay of its own: the state of a ``head``, or each ``channel`` of its keys (Kimi Delta
+    Attention, arXiv:2510.26692). With ``channel`` decays and gates are projected from latents as wide as
+    a head, and gates are sigmoids."""
 
     @property
     def key_width(self) -> int:
@@ -403,20 +403,21 @@ class DeltaConfig:
         return self.key_width if self.by_channel else self.value_heads
 
     def linears(self, dim: int) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of the linears to queries, keys, values, gates, shares and decays."""
+        """Outputs and inputs of the linears to queries, keys, values, gates, shares and decays.
+
+        Latents of gates are those of ``wz_a``, and of decays those of ``wa_a``.
+        """
         linears = {
             "wq": (self.key_width, dim),
             "wk": (self.key_width, dim),
             "wv": (self.value_width, dim),
-            "wz": (self.value_width, dim),
+            "wz": (self.value_width, self.value_head_dim if self.by_channel else dim),
             "wb": (self.value_heads, dim),
-            "wa": (self.decays, dim),
+            "wa": (self.decays, self.key_head_dim if self.by_channel else dim),
         }
         if self.by_channel:
             linears["wz_a"] = (self.value_head_dim, dim)
-            linears["wz"] = (self.value_width, self.value_head_dim)
             linears["wa_a"] = (self.key_head_dim, dim)
-            linears["wa"] = (self.key_width, self.key_head_dim)
         return linears
 
     @property

@@ -9,7 +9,7 @@ from harness.model.spec import tensors
 DELTA_CHUNK = 64
 """Positions that Gated DeltaNet computes at once; the state is passed from chunk to chunk."""
 DELTA_ROWS = 16
-"""Positions of a chunk whose products with each other are computed at once if channels have decays."""
+"""Positions whose products with each other are computed at once, if each channel decays by itself."""
 
 
 @dataclass(frozen=True)

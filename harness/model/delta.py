@@ -202,9 +202,10 @@ def decayed_products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
     """Products of x at a position of a chunk with keys up to it, that decay by channel: [..., L, L].
 
     The sum over channels d of x_id k_jd exp(G_id - G_jd), zero for j > i, where G are the summed decays of a
-    chunk, [..., L, D] as x and k. exp(-G) alone would overflow. So both factors of a product with the keys
-    before some rows are relative to the first row, and neither exceeds 1; among these rows every pair has
-    its own. It is an operator because autograd would keep the pairs: DELTA_ROWS x D values a position.
+    chunk, [..., L, D] as x and k. exp(-G) alone would overflow. So rows are computed in blocks of DELTA_ROWS.
+    With keys before a block both factors are relative to the block's first row, and neither exceeds 1. Within
+    a block every pair of positions has a factor of its own. It is an operator because autograd would keep
+    these: DELTA_ROWS x D values per position.
     """
     length = decay.shape[-2]
     out = x.new_zeros(*x.shape[:-1], length)

@@ -372,6 +372,7 @@ class PreNormBlock:
         own.append(TensorSpec(f"{at}.dt_bias", at, (of.decays,), Split.HEADS, STEPS))
         yield ModuleSpec(at, Split.REGION, tuple(own))
         for name, (outputs, inputs) in of.linears(dim).items():
+            # Every rank computes the latents; only what comes from them has heads.
             split = Split.WHOLE if name.endswith("_a") else Split.COLUMN
             yield linear(f"{at}.{name}", outputs, inputs, split, self.init)
         # Zero-centred in no model.

@@ -167,7 +167,7 @@ def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Rea
         halved = slot.half_of
         start = wanted[halved].start
         stop = wanted[halved].stop
-        # The last two dimensions are -1 and -2.
+        # Swapped, their dimension -1 is our -2, and their -2 our -1.
         offset = slot.half * shape[-3 - halved if slot.transposed else halved]
         wanted[halved] = slice(start + offset, stop + offset)
         if slot.interleaved:

@@ -41,7 +41,7 @@ class TensorSlot:
 
     name: str  # in a block; with "{expert}" in it, each expert has a tensor
     half: int | None = None  # which half of a dimension; None: all of it
-    half_of: int = -1  # that dimension of theirs: the last, or the one before it
+    half_of: int = -1  # the dimension of theirs that has halves: -1 or -2
     interleaved: bool = False  # the halves alternate; else they are concatenated
     transposed: bool = False  # the last two dimensions are swapped
     within: tuple[int, int] | None = None

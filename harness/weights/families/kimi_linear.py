@@ -30,6 +30,7 @@ from harness.weights.families.deepseek import (
     refuse_unbalanced,
     shared_experts,
 )
+from harness.weights.families.llama_like import BLOCK_SPARSE
 from harness.weights.families.qwen3_next import KINDS, layer_kinds
 
 _DELTA: Names = {
@@ -49,15 +50,10 @@ _DELTA: Names = {
     "delta.norm": "self_attn.o_norm",
     "delta.wo": "self_attn.o_proj",
 }
-_MOE = "block_sparse_moe"
 _MIXTURE: Names = {
-    "moe.router": f"{_MOE}.gate",
-    "moe.balance_bias": TensorSlot(f"{_MOE}.gate.e_score_correction_bias"),
-    **projections("moe.shared_experts", f"{_MOE}.shared_experts"),
-    **{
-        f"moe.experts.{name}": TensorSlot(f"{_MOE}.experts.{{expert}}.{name}.weight")
-        for name in ("w1", "w2", "w3")
-    },
+    **BLOCK_SPARSE,
+    **projections("moe.shared_experts", "block_sparse_moe.shared_experts"),
+    "moe.balance_bias": TensorSlot("block_sparse_moe.gate.e_score_correction_bias"),
 }
 _EXPERTS = {
     "num_experts": "moe.num_experts",
@@ -68,18 +64,23 @@ _EXPERTS = {
     "topk_group": "moe.top_groups",
     "moe_renormalize": "moe.normalize_scores",
 }
-# transformers' names for entries of linear_attn_config in released files.
-_SCANS = {
-    "linear_num_heads": "num_heads",
-    "linear_head_dim": "head_dim",
-    "linear_conv_kernel_dim": "short_conv_kernel_size",
-}
 _VALUES = {
     "linear_num_heads": "delta.value_heads",
     "linear_head_dim": "delta.value_head_dim",
     "linear_conv_kernel_dim": "delta.kernel",
 }
 _KEYS = {"linear_num_heads": "delta.key_heads", "linear_head_dim": "delta.key_head_dim"}
+
+
+def _in_released(name: str) -> Callable[[Mapping[str, Any]], object]:
+    return lambda found: found["linear_attn_config"][name]
+
+
+_DEFAULTS = {
+    "linear_num_heads": _in_released("num_heads"),
+    "linear_head_dim": _in_released("head_dim"),
+    "linear_conv_kernel_dim": _in_released("short_conv_kernel_size"),
+}
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
@@ -132,13 +133,6 @@ def _types(found: Mapping[str, Any]) -> list[str]:
 
 def _dense_at_first(found: Mapping[str, Any]) -> int:
     return list(found["mlp_layer_types"]).index("sparse")
-
-
-def _in_released(name: str) -> Callable[[Mapping[str, Any]], object]:
-    return lambda found: found["linear_attn_config"][name]
-
-
-_DEFAULTS = {theirs: _in_released(name) for theirs, name in _SCANS.items()}
 
 
 def _refuse(model: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from harness.weights.families.core import (
     PER_EXPERT,
     ConfigField,
     Family,
+    Names,
     TensorSlot,
     attention_biases,
     both_biases,
@@ -87,6 +88,11 @@ GRANITE = Family(
 )
 
 _EXPERT = "block_sparse_moe.experts.{expert}"
+BLOCK_SPARSE: Names = {
+    "moe.router": "block_sparse_moe.gate",
+    **{f"moe.experts.{w}": TensorSlot(f"{_EXPERT}.{w}.weight") for w in ("w1", "w2", "w3")},
+}
+"""Names of a mixture as Mixtral's files have them."""
 
 
 def _mistral(model: ModelConfig) -> list[ConfigField]:
@@ -121,12 +127,7 @@ MIXTRAL = Family(
     name="mixtral",
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    names=NORMS
-    | ATTENTION
-    | {"moe.router": "block_sparse_moe.gate"}
-    | {
-        f"moe.experts.{ours}": TensorSlot(f"{_EXPERT}.{ours}.weight") for ours in ("w1", "w2", "w3")
-    },
+    names=NORMS | ATTENTION | BLOCK_SPARSE,
     config_fields=_mixtral,
     requires={"moe.normalize_scores": True},
     is_mixture=True,

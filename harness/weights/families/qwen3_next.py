@@ -47,7 +47,7 @@ _DELTA_DEFAULTS = {
 
 
 def _hybrid(model: ModelConfig) -> list[ConfigField]:
-    """Fields that both have."""
+    """Fields that all of them have."""
     return [
         *common(model, head_dim=256),
         *attention_biases(model),
