@@ -54,7 +54,7 @@ class ParityConfig:
     expert_matrix: dict[str, str] = label(factory=dict)
     """Additional layouts for models with experts."""
     layouts: list[str] = label(factory=list)
-    """Names in the matrix to run; empty runs all."""
+    """Names in the matrix to run; empty runs all, and skips those that the model cannot have."""
     transformers: str | None = label(None)
     """A folder with a causal language model of transformers, which the harness need not know: its layouts
     are compared in place of the job's, by one pass of random tokens. Needs accelerate."""

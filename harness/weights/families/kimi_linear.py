@@ -121,6 +121,7 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
         ),
         fixed("mla_use_nope", True),
         fixed("moe_router_activation_func", "sigmoid"),
+        fixed("topk_method", "noaux_tc"),
         fixed("moe_layer_freq", 1),
         fixed("attention_bias", False),
     ]
@@ -161,5 +162,5 @@ KIMI_LINEAR = Family(
     refuse=_refuse,
     assumed=lambda _: {"moe.balance_coeff": 0.001},
     written=lambda _: {"pad_token_id": None},  # its default is beyond smaller vocabularies
-    harmless=(*DERIVED, "use_grouped_topk", "topk_method"),
+    harmless=(*DERIVED, "use_grouped_topk"),
 )
