@@ -9,9 +9,12 @@ costs milliseconds.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
+import io
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -192,9 +195,33 @@ def _forget_meshes() -> None:
     gc.collect()
 
 
+class _AnswerPickler(pickle.Pickler):
+    """Sends tensors through the pipe.
+
+    torch would share their memory, which takes a connection per tensor, and room in ``/dev/shm``: a
+    container has 64 MiB of it by default.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor or value.device.type != "cpu":
+            return NotImplemented
+        content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (content, value.dtype, value.shape)
+
+
+def _tensor(content: Any, dtype: Any, shape: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(content).view(dtype).reshape(shape)
+
+
 def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
     # ^C on the terminal reaches the ranks too. Their owner handles it, and they end with the owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Of a rank that a signal ends, the stacks on stderr are all that is left.
+    faulthandler.enable()
     owner = mp.parent_process()
     assert owner is not None
     end_when(lambda: not owner.is_alive())
@@ -232,7 +259,9 @@ def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
             dist.barrier()
             value = function(*arguments)
             dist.destroy_process_group()
-            connection.send((True, value))
+            answer = io.BytesIO()
+            _AnswerPickler(answer, pickle.HIGHEST_PROTOCOL).dump((True, value))
+            connection.send_bytes(answer.getbuffer())
             value = None
             _forget_meshes()
         except BaseException as error:
