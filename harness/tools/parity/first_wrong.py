@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from harness.checkpoint.load import CheckpointLoader
 from harness.checkpoint.save import Saver
@@ -64,9 +65,9 @@ class Record:
     """One optimizer step of one rank.
 
     Attributes:
-        values: by the words that name them, in the order of computation: full parameters, this
-            rank's outputs of modules, numbers of tokens and losses, full gradients, its shares of
-            the squared norm, the norm, and ``results_of`` the update.
+        values: by the words that name them, in the order of computation: parameters, outputs of
+            modules, numbers of tokens and losses, gradients, shares of the squared norm, the norm,
+            and ``results_of`` the update. Of tensors they are this rank's pieces.
         rows: this rank's rows of the global batch.
         documents_BT: document numbers of these, if there are any.
     """
@@ -79,6 +80,37 @@ class Record:
     documents_BT: Tensor | None
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a tensor.
+
+    Attributes:
+        local: the piece.
+        begin: where it begins in the whole tensor, per dimension.
+    """
+
+    local: Tensor
+    begin: tuple[int, ...]
+
+    def __sub__(self, other: "Piece") -> "Piece":
+        return Piece(self.local - other.local, self.begin)
+
+
+def piece_of(tensor: Tensor) -> Any:
+    """Copy what this rank has of a tensor: a Piece, or the whole tensor if no other rank has any."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    if tensor.device_mesh.size() == 1:
+        return tensor.to_local().clone()
+    # Private, read in torch 2.13; DCP saves by it.
+    shape, begin = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    local = tensor.to_local()
+    assert local.shape == shape, f"{tuple(local.shape)} of {shape}"
+    return Piece(local.clone(), begin)
+
+
 def start(job_json: str) -> tuple[Engine, Loader]:
     """Build the engine and the loader of this rank of a process group."""
     job = Job.from_json(job_json)
@@ -87,36 +119,40 @@ def start(job_json: str) -> tuple[Engine, Loader]:
     return engine, loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
 
 
-def full_gradients(engine: Engine) -> dict[str, Tensor]:
-    """Full gradients of this rank's parameters, all-gathered over their shards; call on all ranks."""
-    full = {}
+def gradients_of(engine: Engine) -> dict[str, Tensor]:
+    """Return gradients of this rank's parameters, laid out as these are."""
+    gradients = {}
     for name, parameter in engine.named_parameters():
         gradient = parameter.grad
         assert gradient is not None, f"{name} has no gradient"
-        # full_tensor would reduce a partial gradient, and hide that training does not.
+        # A partial gradient, which training has not reduced, is an error.
         assert getattr(gradient, "placements", None) == getattr(parameter, "placements", None), name
-        full[name] = _full(gradient)
-    return full
+        gradients[name] = gradient
+    return gradients
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+def full_gradients(engine: Engine) -> dict[str, Tensor]:
+    """Full gradients of this rank's parameters, all-gathered over their shards; call on all ranks."""
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).clone()
+        for name, each in gradients_of(engine).items()
+    }
 
 
 def values_of(engine: Engine, outcome: StepOutcome, *, whole: bool = True) -> dict[str, Any]:
     """What this rank has of a step before its update, by the words that name it; call on all ranks.
 
     Args:
-        whole: with full gradients, and this rank's shares of their squared norms.
+        whole: with gradients, and this rank's shares of their squared norms.
     """
     values: dict[str, Any] = {TOKENS: float(outcome.valid_tokens), LOSS: outcome.loss}
     if outcome.mtp_loss is not None:
         values[FURTHER_LOSS] = outcome.mtp_loss
     if whole:
-        gradients = full_gradients(engine)
+        gradients = gradients_of(engine)
         # Backward goes from the last module to the first.
         for name in reversed(gradients):
-            values[f"{GRADIENT}{name}"] = gradients[name]
+            values[f"{GRADIENT}{name}"] = piece_of(gradients[name])
         for name, square in zip(gradients, outcome.squares.tolist(), strict=True):
             values[f"{SHARE}{name} in the {NORM}"] = square
     values[NORM] = outcome.grad_norm
@@ -162,12 +198,14 @@ def update(engine: Engine, outcome: StepOutcome) -> dict[str, float]:
     return found
 
 
-def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """Full weights of this rank's parameters; call on all ranks."""
-    return {name: _full(plain(parameter.detach())) for name, parameter in engine.named_parameters()}
+def weights_of(engine: Engine) -> dict[str, Any]:
+    """Copy what this rank has of each weight."""
+    return {
+        name: piece_of(plain(parameter.detach())) for name, parameter in engine.named_parameters()
+    }
 
 
-def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dict[str, Tensor]:
+def results_of(engine: Engine, start: dict[str, Any], batch: AnyBatch) -> dict[str, Any]:
     """What updates have left on this rank, by the words that name it; call on all ranks.
 
     Args:
@@ -181,7 +219,7 @@ def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dic
     for name, parameter in engine.named_parameters():
         average = engine.optimizer.state.get(parameter, {}).get(EMA)
         if average is not None:
-            results[f"{AVERAGE}{name}"] = _full(average) - start[name]
+            results[f"{AVERAGE}{name}"] = piece_of(average) - start[name]
     model = engine.job.model
     for part in engine.parts:
         for layer, moe in part.mixtures.items():
@@ -321,13 +359,39 @@ def first_wrong(
 def difference(what: str, whole: Any, found: Sequence[dict[str, Any]]) -> float:
     """Relative difference of a value from that of one process, the largest over the ranks that have it.
 
-    Infinite if none has. Shares of ranks are added up.
+    Infinite if none has. Shares of ranks are added up, and pieces of a tensor make a whole one.
     """
     own = [each[what] for each in found if what in each]
+    if own and isinstance(own[0], Piece):
+        return _difference_of_pieces(own, whole)
     if what.startswith(SHARE):
         own = [math.sqrt(sum(own))]
         whole = math.sqrt(whole)
     return largest([relative_difference(each, whole) for each in own])
+
+
+def _difference_of_pieces(pieces: Sequence[Piece], whole: Tensor) -> float:
+    """Relative difference of a tensor whose pieces ranks have; infinite if these do not make a whole one.
+
+    Of ranks that have the same piece, the one that differs most counts.
+    """
+    apart: dict[tuple[Any, ...], float] = {}
+    missing = whole.numel()
+    for piece in pieces:
+        shape = piece.local.shape
+        ends = [begin + length for begin, length in zip(piece.begin, shape, strict=True)]
+        own = whole[tuple(map(slice, piece.begin, ends))]
+        if own.shape != shape:
+            return math.inf
+        place = (*piece.begin, *shape)
+        if place not in apart:
+            missing -= own.numel()
+        off = float((piece.local.double() - own.double()).norm())
+        apart[place] = largest([apart.get(place, 0.0), off])
+    if missing:
+        return math.inf
+    total = torch.tensor(math.hypot(*apart.values()), dtype=torch.float64)
+    return float(total / whole.double().norm()) if total else 0.0
 
 
 def largest(values: Sequence[float]) -> float:

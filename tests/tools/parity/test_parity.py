@@ -11,7 +11,7 @@ from layouts import MATRIX, STEPS, TOLERANCES, layout, reference, require_agreem
 from harness.config.fields import with_value
 from harness.launch.pool import RankFailed
 from harness.tools.parity import parity
-from harness.tools.parity.first_wrong import LOSS
+from harness.tools.parity.first_wrong import LOSS, Piece, difference
 from harness.tools.parity.parity import (
     LayoutComparer,
     ParityConfig,
@@ -382,6 +382,29 @@ def test_compare_takes_the_worst_of_every_rank():
 )
 def test_compare_fails(what, value):
     assert not compare("x", 1, made_up(), [made_up(**{what: value})], TOLERANCES).passed
+
+
+FIRST, SECOND = Piece(torch.tensor([3.0]), (0,)), Piece(torch.tensor([4.0]), (1,))
+OTHER = Piece(torch.tensor([4.1]), (1,))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "passes"),
+    [
+        ((FIRST, SECOND), True),
+        ((FIRST, SECOND, FIRST, SECOND), True),
+        ((FIRST,), False),
+        ((FIRST, OTHER), False),
+        # Also where only one of two ranks with the same piece differs.
+        ((FIRST, SECOND, FIRST, OTHER), False),
+        ((FIRST, OTHER, FIRST, SECOND), False),
+        ((FIRST, SECOND, Piece(torch.tensor([5.0]), (2,))), False),
+    ],
+)
+def test_pieces_make_a_whole_tensor(pieces, passes):
+    found = [{"gradient of a": piece} for piece in pieces]
+    off = difference("gradient of a", torch.tensor([3.0, 4.0]), found)
+    assert (off == 0) == passes
 
 
 def test_changed_numerics_are_refused():
