@@ -260,7 +260,7 @@ def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
             value = function(*arguments)
             dist.destroy_process_group()
             answer = io.BytesIO()
-            _AnswerPickler(answer, pickle.HIGHEST_PROTOCOL).dump((True, value))
+            _AnswerPickler(answer).dump((True, value))
             connection.send_bytes(answer.getbuffer())
             value = None
             _forget_meshes()
