@@ -43,6 +43,11 @@ def fail_on(rank, how):
         dist.barrier()
 
 
+def tensors():
+    doubled = 2 * torch.ones(2, 3, requires_grad=True)
+    return [torch.tensor(1.5), torch.zeros(0, 4), doubled.T.bfloat16()]
+
+
 def not_picklable():
     return lambda: None
 
@@ -51,6 +56,12 @@ def not_picklable():
 def pair():
     with RankPool(2, timeout_seconds=60) as ranks:
         yield ranks
+
+
+def test_tensors_come_back_without_shared_memory(pair):
+    [found] = pair.run(1, tensors)
+    for own, expected in zip(found, tensors(), strict=True):
+        assert not own.is_shared() and own.dtype == expected.dtype and torch.equal(own, expected)
 
 
 def test_values_come_back_by_rank_and_failures_name_theirs(pair):
