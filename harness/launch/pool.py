@@ -196,7 +196,7 @@ def _forget_meshes() -> None:
 
 
 class _AnswerPickler(pickle.Pickler):
-    """Sends tensors through the pipe.
+    """Pickles what a rank answers, with the bytes of its tensors.
 
     torch would share their memory, which takes a connection per tensor, and room in ``/dev/shm``: a
     container has 64 MiB of it by default.
@@ -208,10 +208,10 @@ class _AnswerPickler(pickle.Pickler):
         if type(value) is not torch.Tensor or value.device.type != "cpu":
             return NotImplemented
         content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (content, value.dtype, value.shape)
+        return _tensor_of_bytes, (content, value.dtype, value.shape)
 
 
-def _tensor(content: Any, dtype: Any, shape: Any) -> Any:
+def _tensor_of_bytes(content: Any, dtype: Any, shape: Any) -> Any:
     import torch
 
     return torch.from_numpy(content).view(dtype).reshape(shape)
@@ -220,7 +220,7 @@ def _tensor(content: Any, dtype: Any, shape: Any) -> Any:
 def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
     # ^C on the terminal reaches the ranks too. Their owner handles it, and they end with the owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Of a rank that a signal ends, the stacks on stderr are all that is left.
+    # After a fatal signal the stacks on stderr are all that a rank leaves.
     faulthandler.enable()
     owner = mp.parent_process()
     assert owner is not None

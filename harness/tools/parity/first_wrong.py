@@ -67,7 +67,7 @@ class Record:
     Attributes:
         values: by the words that name them, in the order of computation: parameters, outputs of
             modules, numbers of tokens and losses, gradients, shares of the squared norm, the norm,
-            and ``results_of`` the update. Of tensors they are this rank's pieces.
+            and ``results_of`` the update. Tensors are this rank's pieces.
         rows: this rank's rows of the global batch.
         documents_BT: document numbers of these, if there are any.
     """
@@ -97,7 +97,7 @@ class Piece:
 
 
 def piece_of(tensor: Tensor) -> Any:
-    """Copy what this rank has of a tensor: a Piece, or the whole tensor if no other rank has any."""
+    """Copy what this rank has of a tensor: a Piece if it is laid over several ranks, else all of it."""
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     if tensor.device_mesh.size() == 1:
@@ -140,10 +140,10 @@ def full_gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 def values_of(engine: Engine, outcome: StepOutcome, *, whole: bool = True) -> dict[str, Any]:
-    """What this rank has of a step before its update, by the words that name it; call on all ranks.
+    """What this rank has of a step before its update, by the words that name it.
 
     Args:
-        whole: with gradients, and this rank's shares of their squared norms.
+        whole: also gradients, and this rank's shares of their squared norms.
     """
     values: dict[str, Any] = {TOKENS: float(outcome.valid_tokens), LOSS: outcome.loss}
     if outcome.mtp_loss is not None:
@@ -375,20 +375,20 @@ def _difference_of_pieces(pieces: Sequence[Piece], whole: Tensor) -> float:
 
     Of ranks that have the same piece, the one that differs most counts.
     """
-    apart: dict[tuple[Any, ...], float] = {}
-    missing = whole.numel()
+    apart: dict[tuple[int, ...], float] = {}
+    is_seen = torch.zeros(whole.shape, dtype=torch.bool)
     for piece in pieces:
         shape = piece.local.shape
         ends = [begin + length for begin, length in zip(piece.begin, shape, strict=True)]
-        own = whole[tuple(map(slice, piece.begin, ends))]
-        if own.shape != shape:
+        place = tuple(map(slice, piece.begin, ends))
+        expected = whole[place]
+        if expected.shape != shape:
             return math.inf
-        place = (*piece.begin, *shape)
-        if place not in apart:
-            missing -= own.numel()
-        off = float((piece.local.double() - own.double()).norm())
-        apart[place] = largest([apart.get(place, 0.0), off])
-    if missing:
+        is_seen[place] = True
+        off = float((piece.local.double() - expected.double()).norm())
+        ranges = (*piece.begin, *ends)
+        apart[ranges] = largest([apart.get(ranges, 0.0), off])
+    if not is_seen.all():
         return math.inf
     total = torch.tensor(math.hypot(*apart.values()), dtype=torch.float64)
     return float(total / whole.double().norm()) if total else 0.0

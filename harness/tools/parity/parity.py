@@ -108,7 +108,7 @@ and the last step are whole, and the last one also has what the updates have lef
 
 
 def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
-    """Train on this rank of a process group and record losses, norms, full gradients and results.
+    """Train on this rank of a process group and record losses, norms, gradients and results.
 
     Args:
         resume_in: an empty folder that all ranks share, to resume there in the middle; None: do not
